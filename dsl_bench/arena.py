@@ -1,0 +1,109 @@
+"""A case on the device: buffer sets, seeded draws, the float64 reference, and calls bound to them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from dsl_bench import check
+from dsl_bench.jobs import Racer
+from dsl_bench.kernel import Call
+from dsl_bench.workload import Case, TensorSpec, Workload
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
+#: buffer sets together cover this many times the L2, so that no call finds its inputs there
+L2_TIMES = 4
+MAX_SETS = 64
+#: the draws of a check's value tensors: bind sees the first, the check and the clock the second
+BEFORE_BIND, AFTER_BIND, AFTER_RACE = 1, 2, 3
+
+
+def sets_needed(workload: Workload, case: Case, device: torch.device) -> int:
+    """How many buffer sets keep the L2 cold in turn; one on a CPU."""
+    if device.type != "cuda":
+        return 1
+    l2 = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    each = sum(s.nbytes for s in workload.specs(case))
+    return max(2, min(MAX_SETS, -(-L2_TIMES * l2 // max(each, 1))))
+
+
+@dataclass
+class BufferSet:
+    """One set of a case's tensors."""
+
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+
+
+class Arena:
+    """A case's tensors, several sets of them, and the float64 reference of the first."""
+
+    def __init__(self, workload: Workload, case: Case, device: torch.device, sets: int, seed: int) -> None:
+        self.workload = workload
+        self.case = case
+        self.device = device
+        self.seed = seed
+        self._specs = workload.specs(case)
+        self.sets = [self._allocate() for _ in range(sets)]
+        self._references: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+
+    def _allocate(self) -> BufferSet:
+        import numpy as np
+
+        made = {s.name: torch.empty(s.shape, dtype=DTYPES[s.dtype], device=self.device) for s in self._specs}
+        index = self.workload.index(self.case, np.random.default_rng(self.seed))
+        for name, values in index.items():
+            made[name].copy_(torch.from_numpy(values))
+        outputs = {s.name: made.pop(s.name) for s in self._specs if s.role == "output"}
+        return BufferSet(made, outputs)
+
+    def _values(self) -> Iterator[tuple[int, TensorSpec]]:
+        return ((i, s) for i, s in enumerate(self._specs) if s.role == "value")
+
+    def draw(self, version: int, data: str, first_only: bool = False) -> None:
+        """Fill the value tensors in place. Set 0 depends on seed, version and data alone."""
+        for number, buffers in enumerate(self.sets[:1] if first_only else self.sets):
+            generator = torch.Generator(self.device)
+            generator.manual_seed((self.seed * 8 + version) * 2 * MAX_SETS + number)
+            for _, spec in self._values():
+                check.draw(buffers.inputs[spec.name], data, generator)
+
+    def reference(self, version: int, data: str) -> dict[str, torch.Tensor]:
+        """Float64 outputs for set 0 as it was drawn last with ``version`` and ``data`` (which must be so)."""
+        key = (version, data)
+        if key not in self._references:
+            self._references = {key: self.workload.reference(self.case, self.sets[0].inputs)}
+        return self._references[key]
+
+
+@dataclass
+class Bound:
+    """A racer whose calls are bound to every buffer set of an arena."""
+
+    racer: Racer
+    calls: list[Call]
+    index: int
+
+    def runs(self) -> list[Callable[[], object]]:
+        """What is timed."""
+        return [c.run for c in self.calls]
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by activity: what ``make bench-harness`` reads."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds of the block to ``name``."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

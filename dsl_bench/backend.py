@@ -1,0 +1,90 @@
+"""The backend contract: a language (or a vendor library) behind one small interface.
+
+A backend finds its toolchain (``probe``), lists its kernels, turns a kernel's source into an artifact
+folder (``compile``, no GPU touched) and loads that folder on the device (``load``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from dsl_bench.kernel import Kernel
+
+#: raised when a change breaks existing plugins
+API_VERSION = 1
+
+Target = Literal["device", "interpret", "compile"]
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can serve a target; when not, why, and what would help."""
+
+    ready: bool
+    reason: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled specialisation: a folder that travels between processes.
+
+    ``entry`` is the kernel's symbol in the cubin; ``cubin`` the file name of the device binary within the
+    folder ("" where there is none); ``meta`` is JSON data that ``load`` needs again (shared memory,
+    threads, …); ``assembler`` the version of what produced the SASS (``ptxas 12.8.93``).
+    """
+
+    folder: Path
+    cubin: str = ""
+    entry: str = ""
+    assembler: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Backend:
+    """Base class of all backends; every method but ``probe``, ``compile`` and ``load`` has a default."""
+
+    api_version: int = API_VERSION
+    name: str = ""
+    #: ``language`` is compared; ``vendor`` is what it is compared with
+    role: Literal["language", "vendor"] = "language"
+    #: the package whose modules hold this backend's kernels, each ending in ``KERNELS = (Kernel(…), …)``
+    kernel_package: str = ""
+
+    def probe(self, target: Target) -> Availability:
+        """Whether ``target`` works on this machine. Cheap; never raises."""
+        raise NotImplementedError
+
+    def kernels(self) -> Iterator[Kernel]:
+        """The kernels of this backend: by default, of every module in ``kernel_package``."""
+        package = importlib.import_module(self.kernel_package)
+        for info in pkgutil.iter_modules(package.__path__, self.kernel_package + "."):
+            if not info.name.rpartition(".")[2].startswith("_"):
+                yield from getattr(importlib.import_module(info.name), "KERNELS", ())
+
+    def toolchain(self) -> str:
+        """What the bytes of an artifact depend on beside source and arch (``triton 3.6.0, ptxas 12.8``)."""
+        return ", ".join(f"{k} {v}" for k, v in sorted(self.versions().items()))
+
+    def versions(self) -> dict[str, str]:
+        """Versions shown with every result."""
+        return {}
+
+    def compile(self, source: Any, arch: str, folder: Path) -> Artifact:
+        """Compile ``source`` (from ``Kernel.source``) for ``arch`` (``sm_90a``) into ``folder``.
+
+        Raises any exception on failure; the text is kept as the reason."""
+        raise NotImplementedError
+
+    def load(self, artifact: Artifact) -> Any:
+        """The module that ``Kernel.bind`` receives, loaded on the current device."""
+        raise NotImplementedError
+
+    def interpret(self, source: Any) -> Any:
+        """The module for the language's CPU interpreter (target ``interpret``)."""
+        raise NotImplementedError(f"{self.name} has no interpreter")

@@ -1,0 +1,268 @@
+"""The messages between the parent and its workers: jobs in, progress and results out, one JSON a line.
+
+Imports records only. A worker answers every job with any number of ``Progress`` and ``Partial`` lines and
+exactly one ``Done`` or ``Refused``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dsl_bench.records import CaseRef, Choice, ConfigDict, Facts, Participant, Record, Regime
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a plugin comes from, so that a worker can load it: an entry point, or a file by path.
+
+    ``kind`` is backend, workload, kernel or file; ``value`` is ``module:object`` or a path."""
+
+    kind: str
+    name: str
+    value: str
+    dist: str = ""
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """Load one plugin and tell what is in it."""
+
+    origin: Origin
+    extra: tuple[Origin, ...] = ()
+
+
+class KernelInfo(msgspec.Struct, frozen=True):
+    """A kernel as the parent knows it. ``unmet`` names needs that this machine does not meet."""
+
+    id: str
+    workload: str
+    hash: str
+    space: dict[str, list[int | str | bool]]
+    summary: str
+    archs: tuple[str, ...]
+    unmet: str
+    lines: int
+    origin: Origin
+
+
+class TargetInfo(msgspec.Struct, frozen=True):
+    """An Availability, as data."""
+
+    ready: bool
+    reason: str = ""
+    hint: str = ""
+
+
+class BackendInfo(msgspec.Struct, frozen=True):
+    """A backend as the parent knows it."""
+
+    name: str
+    role: str
+    targets: dict[str, TargetInfo]
+    versions: dict[str, str]
+    toolchain: str
+    kernels: list[KernelInfo]
+    problems: list[str]
+
+
+class WorkloadInfo(msgspec.Struct, frozen=True):
+    """A workload as the parent knows it."""
+
+    name: str
+    baselines: tuple[str, ...]
+    param_names: tuple[str, ...]
+    metric: str
+    cases: list[CaseRef]
+
+
+class Described(msgspec.Struct, frozen=True):
+    """What one plugin holds. ``state``: ready, failed, incompatible, or (by the parent) duplicate."""
+
+    origin: Origin
+    state: str
+    reason: str = ""
+    traceback: str = ""
+    backend: BackendInfo | None = None
+    workload: WorkloadInfo | None = None
+    kernels: list[KernelInfo] = msgspec.field(default_factory=list)
+
+
+class ParseCases(msgspec.Struct, frozen=True, tag="parse_cases"):
+    """Turn a user's own sizes into cases of a workload."""
+
+    workload: Origin
+    given: list[dict[str, str]]
+
+
+class PlanJob(msgspec.Struct, frozen=True, tag="plan"):
+    """Which configs can do which cases. ``limit`` 0: default and seeds only; -1: all; else at most so many."""
+
+    backend: Origin
+    extra: tuple[Origin, ...]
+    kernels: tuple[str, ...]
+    cases: list[CaseRef]
+    arch: str
+    limit: int = 0
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A config with what must be compiled for it: the artifact's key and the specialisation.
+
+    ``rank`` 0 is the author's default, 1 a seed, 2 the rest of the space."""
+
+    config: ConfigDict
+    key: str
+    static: dict[str, Any]
+    rank: int = 2
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """One kernel on one case: its candidates, or the reason why there are none. ``pruned`` counts reasons."""
+
+    kernel: str
+    case: CaseRef
+    candidates: list[Candidate]
+    reason: str = ""
+    pruned: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class CompileJob(msgspec.Struct, frozen=True, tag="compile_job"):
+    """Build one specialisation into ``folder`` (which appears only when complete)."""
+
+    backend: Origin
+    extra: tuple[Origin, ...]
+    kernel: str
+    key: str
+    static: dict[str, Any]
+    arch: str
+    folder: str
+
+
+class Built(msgspec.Struct, frozen=True):
+    """What a compile job left behind."""
+
+    key: str
+    facts: Facts | None
+    seconds: float
+    toolchain: str
+    cached: bool = False
+
+
+class Racer(msgspec.Struct, frozen=True):
+    """A candidate ready to run: where its code comes from and where its artifact lies."""
+
+    backend: Origin
+    extra: tuple[Origin, ...]
+    role: str
+    choice: Choice
+    folder: str
+    version: str = ""
+
+
+class TrialsJob(msgspec.Struct, frozen=True, tag="trials"):
+    """Check and time several candidates of one case; then race the finalists if ``finalists`` > 1."""
+
+    run_id: str
+    workload: Origin
+    case: CaseRef
+    racers: list[Racer]
+    seconds: float = 0.02
+    seed: int = 0
+
+
+class FinalJob(msgspec.Struct, frozen=True, tag="final"):
+    """Race near-ties of one contender against each other, to settle which one it sends."""
+
+    run_id: str
+    workload: Origin
+    case: CaseRef
+    racers: list[Racer]
+    seconds: float = 0.3
+    seed: int = 0
+
+
+class RaceJob(msgspec.Struct, frozen=True, tag="race_job"):
+    """Check every participant, race them in each regime, and check them again."""
+
+    run_id: str
+    workload: Origin
+    case: CaseRef
+    regimes: tuple[Regime, ...]
+    racers: list[Racer]
+    seconds: float
+    data: str = "normal"
+    seed: int = 0
+    process: str = ""
+
+
+class InterpretJob(msgspec.Struct, frozen=True, tag="interpret_job"):
+    """Run one config in the language's CPU interpreter and check it."""
+
+    run_id: str
+    workload: Origin
+    case: CaseRef
+    racer: Racer
+    static: dict[str, Any]
+    seed: int = 0
+
+
+class DoctorJob(msgspec.Struct, frozen=True, tag="doctor"):
+    """Measure the machine itself: timer cross-check, floors, bandwidth, L2 knee."""
+
+    quick: bool = True
+
+
+Job = Describe | ParseCases | PlanJob | CompileJob | TrialsJob | FinalJob | RaceJob | InterpretJob | DoctorJob
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """The worker is alive and at ``stage``; ``index`` is the racer it is busy with (-1: none)."""
+
+    stage: str
+    index: int = -1
+
+
+class Partial(msgspec.Struct, frozen=True, tag="partial"):
+    """A record that is final already."""
+
+    record: Record
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The job's result: plain data whose type the job implies."""
+
+    value: msgspec.Raw
+    ledger: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The job failed as a whole."""
+
+    status: str
+    reason: str
+    check: str = ""
+    traceback: str = ""
+    #: the device can no longer be used by this process
+    fatal: bool = False
+
+
+Reply = Progress | Partial | Done | Refused
+
+job_decoder = msgspec.json.Decoder(Job)
+reply_decoder = msgspec.json.Decoder(Reply)
+encoder = msgspec.json.Encoder()
+
+
+def participant(racer: Racer, **changes: Any) -> Participant:
+    """The participant that a racer becomes in a record."""
+    choice = racer.choice
+    base = Participant(
+        kernel=choice.kernel,
+        backend=choice.kernel.partition("/")[0],
+        role=racer.role,
+        config=choice.config,
+        kernel_hash=choice.kernel_hash,
+        key=choice.key,
+        version=racer.version,
+    )
+    return msgspec.structs.replace(base, **changes)

@@ -1,0 +1,281 @@
+"""What crosses a process boundary or the disk: one JSON object a line, tagged by ``kind``.
+
+Imports nothing of ours. Times are nanoseconds in samples and seconds elsewhere, unless the name says
+otherwise. Ratios are never stored. Unknown fields are ignored on reading; ``schema`` is raised when an
+old line must be upgraded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA = 1
+
+STATUSES = (
+    "ok",
+    "compile_error",
+    "compile_timeout",
+    "launch_error",
+    "illegal_access",
+    "hang",
+    "oom",
+    "incorrect",
+    "nonfinite",
+    "unwritten",
+    "mutated_input",
+    "unstable",
+    "implausible",
+    "invalid_config",
+    "unavailable",
+    "baseline_missing",
+)
+
+Regime = Literal["cold", "sustained"]
+REGIMES: tuple[Regime, ...] = ("cold", "sustained")
+
+ConfigDict = dict[str, int | str | bool]
+
+
+class CaseRef(msgspec.Struct, frozen=True):
+    """A case as data: enough to rebuild it in a worker and to label a row."""
+
+    workload: str
+    name: str
+    params: dict[str, int | str]
+    dtype: str
+    groups: tuple[str, ...] = ()
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Codegen facts read from a cubin. Bytes and counts; ``spill_*`` are -1 where unknown.
+
+    ``sass`` counts instructions by opcode (HGMMA, UTMALDG, LDL, …) over the whole kernel;
+    ``loop_local`` counts LDL and STL between a backward branch and its target (a spill in a loop).
+    """
+
+    registers: int = -1
+    stack: int = -1
+    spill_stores: int = -1
+    spill_loads: int = -1
+    smem_static: int = -1
+    smem_dynamic: int = -1
+    threads: int = -1
+    sass: dict[str, int] = msgspec.field(default_factory=dict)
+    loop_local: int = -1
+    assembler: str = ""
+    cubin_bytes: int = 0
+
+
+class RunHeader(msgspec.Struct, frozen=True, tag="run"):
+    """The first line of every results file."""
+
+    schema: int
+    run_id: str
+    started: str
+    command: str
+    environment: dict[str, Any]
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    revision: str = ""
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compile"):
+    """One specialisation: the artifact's key, what it cost to build and what is in it."""
+
+    run_id: str
+    key: str
+    kernel: str
+    kernel_hash: str
+    arch: str
+    static: dict[str, Any]
+    status: str
+    seconds: float
+    facts: Facts | None = None
+    toolchain: str = ""
+    cached: bool = False
+    reason: str = ""
+
+
+class Accuracy(msgspec.Struct, frozen=True):
+    """Error against the float64 reference, relative to its RMS; ``rounding`` is what rounding alone costs.
+
+    ``rms`` and ``worst`` are absolute errors over the reference's RMS; ``data`` the kind of inputs."""
+
+    data: str
+    rms: float
+    worst: float
+    rounding_rms: float
+    rounding_worst: float
+
+
+class Trial(msgspec.Struct, frozen=True, tag="trial"):
+    """One config of one kernel on one case: its verdict and median, no more."""
+
+    run_id: str
+    case: CaseRef
+    kernel: str
+    kernel_hash: str
+    config: ConfigDict
+    status: str
+    key: str = ""
+    median_ns: float = 0.0
+    n: int = 0
+    seconds: float = 0.0
+    accuracy: list[Accuracy] = msgspec.field(default_factory=list)
+    check: str = ""
+    reason: str = ""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A kernel with a config, as a candidate on some case. ``median_ns`` is what its trial showed."""
+
+    kernel: str
+    kernel_hash: str
+    config: ConfigDict
+    key: str = ""
+    median_ns: float = 0.0
+
+
+class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
+    """The outcome of one contender's search on one case.
+
+    A contender is a language backend (its kernels compete for the place) or one vendor kernel. ``near``
+    holds the choices within noise of the winner, best first, the winner at its head. ``bound`` says what
+    ended the search: ``space``, ``trials`` or ``seconds``. ``regret`` is the best trial's median over the
+    winner's, minus one, after the finalists raced each other."""
+
+    run_id: str
+    case: CaseRef
+    contender: str
+    strategy: str
+    near: list[Choice]
+    trials: int
+    failed: int
+    pruned: int
+    compile_seconds: float
+    gpu_seconds: float
+    bound: str
+    gpu: str = ""
+    regret: float = 0.0
+
+
+class Participant(msgspec.Struct, frozen=True):
+    """One runner of a race. ``role`` is ``language``, ``vendor`` or ``aa`` (a second copy of a baseline)."""
+
+    kernel: str
+    backend: str
+    role: str
+    config: ConfigDict
+    kernel_hash: str = ""
+    key: str = ""
+    version: str = ""
+    status: str = "ok"
+    check: str = ""
+    reason: str = ""
+    allocates: bool = False
+    host_us: float = 0.0
+    accuracy: list[Accuracy] = msgspec.field(default_factory=list)
+
+
+class Race(msgspec.Struct, frozen=True, tag="race"):
+    """One case in one regime: every participant took a turn in every round.
+
+    ``samples[i][r]`` is the time in ns of ``racers[i]`` (an index into ``participants``) in round ``r``;
+    participants that failed their check are listed but have no samples. ``timer`` names the timer and
+    ``calls`` how many calls one sample averages. ``clock_mhz`` and ``power_w`` are medians over the race,
+    ``dropped`` the rounds dropped for thermal or hardware slow-down, ``peak`` the fixed rates for ``sol``.
+    """
+
+    run_id: str
+    case: CaseRef
+    regime: Regime
+    process: str
+    started: str
+    participants: list[Participant]
+    racers: list[int]
+    samples: list[list[int]]
+    timer: str
+    calls: int
+    flops: float
+    bytes: float
+    data: str = "normal"
+    clock_mhz: float = 0.0
+    power_w: float = 0.0
+    throttle: list[str] = msgspec.field(default_factory=list)
+    dropped: int = 0
+    foreign: list[str] = msgspec.field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Skip(msgspec.Struct, frozen=True, tag="skip"):
+    """Work that was not done, and why (a case a kernel refuses, a backend that is not there)."""
+
+    run_id: str
+    workload: str
+    case: str
+    backend: str
+    kernel: str
+    status: str
+    reason: str
+    hint: str = ""
+    regime: str = ""
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """Work that was tried and failed. ``where`` is describe, compile, check, trial or race."""
+
+    run_id: str
+    workload: str
+    case: str
+    backend: str
+    kernel: str
+    status: str
+    where: str
+    reason: str
+    config: ConfigDict = msgspec.field(default_factory=dict)
+    check: str = ""
+    regime: str = ""
+
+
+class Ledger(msgspec.Struct, frozen=True, tag="ledger"):
+    """Where a run's time went: seconds of the device worker by activity, and of the compile pool."""
+
+    run_id: str
+    device: dict[str, float]
+    compile_seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+    wall: float = 0.0
+    unfinished: list[str] = msgspec.field(default_factory=list)
+
+
+class Interpreted(msgspec.Struct, frozen=True, tag="interpret"):
+    """A kernel run by its language's CPU interpreter: a verdict, no speed."""
+
+    run_id: str
+    case: CaseRef
+    kernel: str
+    kernel_hash: str
+    config: ConfigDict
+    status: str
+    seconds: float
+    accuracy: list[Accuracy] = msgspec.field(default_factory=list)
+    check: str = ""
+    reason: str = ""
+
+
+Record = RunHeader | Compiled | Trial | Tuned | Race | Skip | Failure | Interpreted | Ledger
+
+encoder = msgspec.json.Encoder()
+decoder = msgspec.json.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
+    """One line, without its newline."""
+    return encoder.encode(record)
+
+
+def decode(line: bytes) -> Record:
+    """The record on a line; raises ``msgspec.ValidationError`` or ``msgspec.DecodeError``."""
+    return decoder.decode(line)

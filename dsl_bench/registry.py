@@ -1,0 +1,236 @@
+"""Finds plugins and loads them one by one.
+
+``origins`` enumerates what is installed without importing any of it (the parent's half). ``Shelf`` loads
+origins inside a worker: whatever a plugin does there (raise, exit, hang) costs that plugin alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsl_bench.backend import API_VERSION, Backend
+from dsl_bench.errors import PluginError, UsageError
+from dsl_bench.jobs import Origin
+from dsl_bench.kernel import Kernel, Needs
+from dsl_bench.workload import Workload
+
+GROUPS = {"dsl_bench.backends": "backend", "dsl_bench.workloads": "workload", "dsl_bench.kernels": "kernel"}
+#: comma-separated backend names to consider; unset means all, empty means none
+ALLOW = "DSL_BENCH_BACKENDS"
+
+
+def origins(paths: Sequence[str] = ()) -> list[Origin]:
+    """Every plugin that is installed, and the files at ``paths``, sorted by kind and name."""
+    found = []
+    for group, kind in GROUPS.items():
+        for entry in importlib.metadata.entry_points(group=group):
+            dist = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
+            found.append(Origin(kind, entry.name, entry.value, dist))
+    unique = sorted(set(found), key=lambda o: (o.kind, o.name, o.dist, o.value))
+    return [o for o in unique if _allowed(o)] + [_file_origin(p) for p in paths]
+
+
+def _allowed(origin: Origin) -> bool:
+    allow = os.environ.get(ALLOW)
+    if allow is None or origin.kind != "backend":
+        return True
+    return origin.name in {n.strip() for n in allow.split(",")}
+
+
+def _file_origin(path: str) -> Origin:
+    resolved = Path(path).resolve()
+    if not resolved.is_file():
+        raise UsageError(f"no plugin file at {path!r}")
+    return Origin("file", resolved.stem, str(resolved), "file")
+
+
+def duplicates(found: Iterable[Origin]) -> dict[tuple[str, str], list[Origin]]:
+    """Names that two plugins of one kind claim; all claimants are refused, none is picked."""
+    claims: dict[tuple[str, str], list[Origin]] = {}
+    for origin in found:
+        claims.setdefault((origin.kind, origin.name), []).append(origin)
+    return {key: owners for key, owners in claims.items() if len(owners) > 1}
+
+
+def unmet(needs: Needs, arch: str | None = None) -> str:
+    """Why ``needs`` cannot be met here, or an empty string. ``arch`` None leaves the device out."""
+    from packaging.requirements import Requirement
+
+    for text in needs.packages:
+        want = Requirement(text)
+        try:
+            have = importlib.metadata.version(want.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"needs {text}, which is not installed"
+        if not want.specifier.contains(have, prereleases=True):
+            return f"needs {text}, found {have}"
+    if arch is not None and needs.archs and arch not in needs.archs:
+        return f"needs {' or '.join(needs.archs)}, this is {arch}"
+    return ""
+
+
+def kernel_file(kernel: Kernel) -> Path:
+    """The file that defines ``kernel``, found through its ``source`` function."""
+    return Path(inspect.getfile(inspect.unwrap(kernel.source)))
+
+
+def source_hash(kernel: Kernel) -> str:
+    """Twelve hex digits over the kernel's file, its helper files and its id."""
+    main = kernel_file(kernel)
+    digest = hashlib.sha256(kernel.id.encode())
+    for path in (main, *(main.parent / name for name in kernel.files)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def source_lines(kernel: Kernel) -> int:
+    """Lines of code behind a kernel (its file and helper files), blank ones left out."""
+    main = kernel_file(kernel)
+    files = (main, *(main.parent / name for name in kernel.files))
+    return sum(1 for path in files for line in path.read_text().splitlines() if line.strip())
+
+
+def artifact_key(kernel: Kernel, static: bytes, toolchain: str, arch: str) -> str:
+    """The content address of one specialisation."""
+    parts = (source_hash(kernel).encode(), static, toolchain.encode(), arch.encode())
+    return hashlib.sha256(b"\0".join((kernel.id.encode(), *parts))).hexdigest()[:24]
+
+
+@dataclass
+class Loaded:
+    """What one origin brought: any of a backend, a workload and kernels."""
+
+    backend: Backend | None = None
+    workload: Workload | None = None
+    kernels: list[Kernel] = field(default_factory=list)
+
+
+class Shelf:
+    """Plugins loaded in this process, each at most once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[Origin, Loaded] = {}
+        self._kernels: dict[tuple[Origin, tuple[Origin, ...]], dict[str, Kernel]] = {}
+        self.problems: dict[Origin, list[str]] = {}
+
+    def load(self, origin: Origin) -> Loaded:
+        """The plugin at ``origin``; raises PluginError where it breaks the contract."""
+        if origin not in self._loaded:
+            self._loaded[origin] = _check(origin, _import(origin))
+        return self._loaded[origin]
+
+    def backend(self, origin: Origin) -> Backend:
+        """The backend at ``origin``."""
+        backend = self.load(origin).backend
+        if backend is None:
+            raise PluginError(f"{origin.value} holds no backend")
+        return backend
+
+    def workload(self, origin: Origin) -> Workload:
+        """The workload at ``origin``."""
+        workload = self.load(origin).workload
+        if workload is None:
+            raise PluginError(f"{origin.value} holds no workload")
+        return workload
+
+    def kernels(self, origin: Origin, extra: tuple[Origin, ...] = ()) -> dict[str, Kernel]:
+        """The kernels of a backend by id, with those that ``extra`` origins add to it."""
+        key = (origin, extra)
+        if key not in self._kernels:
+            backend = self.backend(origin)
+            found = list(backend.kernels())
+            for more in extra:
+                found += [k for k in self.load(more).kernels if k.backend == backend.name]
+            self._kernels[key] = _by_id(found)
+        return self._kernels[key]
+
+
+def _by_id(found: Iterable[Kernel]) -> dict[str, Kernel]:
+    table: dict[str, Kernel] = {}
+    for kernel in found:
+        if kernel.id in table:
+            raise PluginError(f"two kernels are called {kernel.id}")
+        table[kernel.id] = kernel
+    return table
+
+
+def _import(origin: Origin) -> Any:
+    if origin.kind != "file":
+        return importlib.metadata.EntryPoint(origin.name, origin.value, "").load()
+    name = f"dsl_bench_file_{hashlib.sha256(origin.value.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, origin.value)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{origin.value} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check(origin: Origin, value: Any) -> Loaded:
+    if origin.kind == "file":
+        loaded = Loaded(
+            getattr(value, "BACKEND", None),
+            getattr(value, "WORKLOAD", None),
+            list(getattr(value, "KERNELS", ())),
+        )
+        if not (loaded.backend or loaded.workload or loaded.kernels):
+            raise PluginError(f"{origin.value} defines none of BACKEND, WORKLOAD, KERNELS")
+    elif origin.kind == "kernel":
+        loaded = Loaded(kernels=[value] if isinstance(value, Kernel) else list(value))
+    else:
+        loaded = Loaded(**{origin.kind: value})
+    _check_types(origin, loaded)
+    return loaded
+
+
+def _check_types(origin: Origin, loaded: Loaded) -> None:
+    backend, workload = loaded.backend, loaded.workload
+    if backend is not None:
+        version = getattr(backend, "api_version", None)
+        if version != API_VERSION:
+            raise PluginError(f"{origin.name}: made for plugin API {version}, this is API {API_VERSION}")
+        if not isinstance(backend, Backend):
+            raise PluginError(f"{origin.name}: {origin.value} is a {type(backend).__name__}, not a Backend")
+    if workload is not None and not isinstance(workload, Workload):
+        raise PluginError(f"{origin.name}: {origin.value} is a {type(workload).__name__}, not a Workload")
+    for kernel in loaded.kernels:
+        if not isinstance(kernel, Kernel):
+            raise PluginError(f"{origin.name}: KERNELS holds a {type(kernel).__name__}, not a Kernel")
+
+
+def fingerprint(origin: Origin) -> str:
+    """Changes whenever what a describe job would say may change: sources, versions, interpreter."""
+    seen = (platform.python_version(), Path("/dev/nvidiactl").exists(), shutil.which("nvcc"))
+    settings = [
+        os.environ.get(n) for n in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_PTXAS_PATH", "PYTHONPATH")
+    ]
+    digest = hashlib.sha256(f"{origin}|{seen}|{settings}".encode())
+    for path in _sources(origin):
+        stat = path.stat()
+        digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}".encode())
+    for dist in sorted(f"{d.name}{d.version}" for d in importlib.metadata.distributions() if d.name):
+        digest.update(dist.encode())
+    return digest.hexdigest()[:24]
+
+
+def _sources(origin: Origin) -> list[Path]:
+    if origin.kind == "file":
+        return [Path(origin.value)]
+    spec = importlib.util.find_spec(origin.value.partition(":")[0].partition(".")[0])
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    if origin.value.startswith("dsl_bench."):
+        kernels = importlib.util.find_spec("dsl_bench.kernels")
+        roots += list(kernels.submodule_search_locations or ()) if kernels else []
+    return sorted(p for root in roots for p in Path(root).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))

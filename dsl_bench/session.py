@@ -1,0 +1,257 @@
+"""One run's machinery: the compile pool, the one device worker, the GPU's lock, the results file.
+
+Compiling happens on all cores with CUDA hidden, feeding one device worker that checks and times. Everything
+here survives a worker's death: the verdict is recorded and a fresh worker goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from dsl_bench import jobs
+from dsl_bench.catalog import Catalog, cache_dir
+from dsl_bench.errors import UsageError
+from dsl_bench.jobs import Built, Candidate, Done, Origin, Partial, Planned, Progress, Racer, Refused
+from dsl_bench.pool import Outcome, Pool, Worker
+from dsl_bench.records import CaseRef, Choice, Compiled, Record
+
+COMPILE_SECONDS = 300.0
+#: longest silence of the device worker: the slowest step is a float64 reference of the largest case
+DEVICE_SECONDS = 60.0
+
+
+class Sink(Protocol):
+    """Where records go: each is on disk when ``write`` returns."""
+
+    def write(self, record: Record) -> None:
+        """Append one record."""
+        ...
+
+
+@dataclass
+class Progressor:
+    """What a long command shows on stderr; the CLI replaces the methods."""
+
+    say: Callable[[str], None] = lambda text: None
+    advance: Callable[[str, int, int], None] = lambda what, done, total: None
+
+
+@dataclass
+class Settings:
+    """How a run is done."""
+
+    arch: str = "sm_90a"
+    trials: int = 8
+    trial_seconds: float = 0.02
+    race_seconds: float = 1.5
+    strategy: str = "random"
+    seed: int = 0
+    data: str = "normal"
+    processes: int = 1
+    time_limit: float | None = None
+    compile_workers: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
+
+
+class Clock:
+    """The time limit of the whole command."""
+
+    def __init__(self, limit: float | None) -> None:
+        self.start = time.monotonic()
+        self._limit = limit
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.start
+
+    def over(self) -> bool:
+        """Whether the limit has passed."""
+        return self._limit is not None and self.elapsed() >= self._limit
+
+
+@contextlib.contextmanager
+def gpu_lock(uuid: str) -> Iterator[None]:
+    """Hold the one lock of a GPU; it goes with the process that holds it."""
+    path = Path(tempfile.gettempdir()) / f"dsl_bench-{uuid}.lock"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as fault:
+            file.seek(0)
+            raise UsageError(
+                f"GPU {uuid} is in use by another dsl-bench run (pid {file.read() or '?'})"
+            ) from fault
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+class Session:
+    """Holds workers and futures; closed by ``with``."""
+
+    def __init__(
+        self, catalog: Catalog, sink: Sink, run_id: str, settings: Settings, show: Progressor
+    ) -> None:
+        self.catalog = catalog
+        self.sink = sink
+        self.run_id = run_id
+        self.settings = settings
+        self.show = show
+        self.clock = Clock(settings.time_limit)
+        self.device = Worker("device", {"CUDA_MODULE_LOADING": "EAGER"})
+        self.ledger: dict[str, float] = {}
+        self.compile_seconds: dict[str, float] = {}
+        self.hits = 0
+        self.misses = 0
+        self._pool: Pool | None = None
+        self._built: dict[str, Built | Refused] = {}
+        self._asked: set[str] = set()
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self.device.kill()
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def plan(
+        self, backend: str, cases: Sequence[CaseRef], limit: int, kernels: Sequence[str] = ()
+    ) -> list[Planned]:
+        """What ``backend`` can do on ``cases``; ``limit`` as in :class:`jobs.PlanJob`."""
+        origin, _ = self.catalog.backend(backend)
+        job = jobs.PlanJob(origin, self.catalog.extra, tuple(kernels), list(cases), self.settings.arch, limit)
+        worker = Worker("describe")
+        try:
+            outcome = worker.run(job, COMPILE_SECONDS)
+        finally:
+            worker.kill()
+        if outcome.done is None:
+            assert outcome.refused is not None
+            raise UsageError(f"{backend} could not be planned: {outcome.refused.reason}")
+        return msgspec.json.decode(outcome.done.value, type=list[Planned])
+
+    # -- compiling ------------------------------------------------------------------------------------
+
+    def compile(self, kernel: str, candidate: Candidate, priority: int = 0) -> None:
+        """Ask for an artifact; once a key, however many cases share it."""
+        with self._changed:
+            if candidate.key in self._asked:
+                self.hits += 1
+                return
+            self._asked.add(candidate.key)
+        if self._pool is None:
+            hidden = {"CUDA_VISIBLE_DEVICES": ""}
+            self._pool = Pool("compile", self.settings.compile_workers, hidden)
+        origin, _ = self.catalog.backend(kernel.partition("/")[0])
+        job = jobs.CompileJob(
+            origin,
+            self.catalog.extra,
+            kernel,
+            candidate.key,
+            candidate.static,
+            self.settings.arch,
+            str(self.folder(candidate.key)),
+        )
+        self._pool.submit(job, COMPILE_SECONDS, lambda outcome: self._compiled(job, outcome), priority)
+
+    def folder(self, key: str) -> Path:
+        """Where the artifact with ``key`` lies, or will."""
+        return cache_dir() / "artifacts" / key
+
+    def _compiled(self, job: jobs.CompileJob, outcome: Outcome) -> None:
+        if outcome.refused is not None and outcome.refused.check == "interrupt":
+            return
+        result: Built | Refused
+        if outcome.done is not None:
+            result = msgspec.json.decode(outcome.done.value, type=Built)
+        else:
+            assert outcome.refused is not None
+            result = outcome.refused
+        record = self._compile_record(job, result)
+        with self._changed:
+            backend = job.kernel.partition("/")[0]
+            if not record.cached:
+                self.compile_seconds[backend] = self.compile_seconds.get(backend, 0.0) + record.seconds
+                self.misses += 1
+            self.sink.write(record)
+            self._built[job.key] = result
+            self._changed.notify_all()
+
+    def _compile_record(self, job: jobs.CompileJob, result: Built | Refused) -> Compiled:
+        kernel_hash = self.catalog.hashes().get(job.kernel, "")
+        base = Compiled(self.run_id, job.key, job.kernel, kernel_hash, job.arch, job.static, "ok", 0.0)
+        if isinstance(result, Built):
+            return msgspec.structs.replace(
+                base,
+                seconds=result.seconds,
+                facts=result.facts,
+                toolchain=result.toolchain,
+                cached=result.cached,
+            )
+        return msgspec.structs.replace(base, status=result.status, reason=result.reason)
+
+    def built(self, key: str) -> Built | Refused | None:
+        """What became of an artifact; None while it is under way."""
+        with self._changed:
+            return self._built.get(key)
+
+    def wait_built(self, ready: Callable[[], bool], seconds: float = 1.0) -> None:
+        """Sleep until ``ready()`` or something was built, at most ``seconds``."""
+        with self._changed:
+            if not ready():
+                self._changed.wait(seconds)
+
+    def progress(self) -> tuple[int, int]:
+        """Artifacts finished, and asked for."""
+        with self._changed:
+            return len(self._built), len(self._asked)
+
+    # -- the device -----------------------------------------------------------------------------------
+
+    def racer(self, choice: Choice) -> Racer:
+        """A choice made ready for the device worker."""
+        name = choice.kernel.partition("/")[0]
+        origin, info = self.catalog.backend(name)
+        version = ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items()))
+        return Racer(origin, self.catalog.extra, info.role, choice, str(self.folder(choice.key)), version)
+
+    def on_device(
+        self, job: jobs.Job, on_partial: Callable[[Record], None], deadline: float = DEVICE_SECONDS
+    ) -> Outcome:
+        """Run one job on the device worker; its ledger is added to the run's."""
+
+        def hear(reply: Progress | Partial) -> None:
+            if isinstance(reply, Partial):
+                on_partial(reply.record)
+            else:
+                self.show.say(reply.stage)
+
+        outcome = self.device.run(job, deadline, hear)
+        if outcome.done is not None:
+            for name, seconds in outcome.done.ledger.items():
+                self.ledger[name] = self.ledger.get(name, 0.0) + seconds
+        return outcome
+
+    def workload_origin(self, name: str) -> Origin:
+        """Where the workload called ``name`` comes from."""
+        return self.catalog.workload(name)[0]
+
+
+def done_value(done: Done, kind: Any) -> Any:
+    """A job's result as the type that the job implies."""
+    return msgspec.json.decode(done.value, type=kind)

@@ -1,0 +1,359 @@
+"""Results on disk: one append-only file of JSON lines a run, and the ways to read them back.
+
+``results/<gpu>/`` holds what the project has recorded (in git), ``runs/`` a user's own runs. A line that cannot
+be read is named by file and number and costs only itself. Owns no ratio: :mod:`dsl_bench.report` does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from dsl_bench import records
+from dsl_bench.errors import RecordError, UsageError
+from dsl_bench.records import Accuracy, Compiled, Race, Record, RunHeader, Trial, Tuned
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+#: a folder of results to read and to promote to, in place of ./results
+ENV_RESULTS = "DSL_BENCH_RESULTS"
+#: everything under results/ together: a clone stays small for good
+MOST_BYTES = 6_000_000
+
+
+class Writer:
+    """Appends records to the file at ``path``, each on disk before ``write`` returns.
+
+    Raises RecordError at once where the file cannot be written, so that nothing is measured in vain.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = path.open("ab")
+            self._end_line()
+        except OSError as fault:
+            raise RecordError(f"cannot write results to {path}: {fault.strerror or fault}") from fault
+
+    def _end_line(self) -> None:
+        """A run that was killed may have left half a line: what follows must not be glued to it."""
+        with self.path.open("rb") as old:
+            size = old.seek(0, os.SEEK_END)
+            if size and (old.seek(size - 1), old.read(1))[1] != b"\n":
+                self._put(b"\n")
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def write(self, record: Record) -> None:
+        """One line; raises RecordError where the disk refuses it or the record would not read back (a NaN)."""
+        line = records.encode(record)
+        try:
+            records.decode(line)
+            self._put(line + b"\n")
+        except msgspec.ValidationError as fault:
+            raise RecordError(
+                f"a {type(record).__name__} would not read back from {self.path}: {fault}"
+            ) from fault
+        except OSError as fault:
+            raise RecordError(f"cannot write results to {self.path}: {fault.strerror or fault}") from fault
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A line that could not be read. ``str()`` of it is ``file:line: reason``."""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+def read(paths: Iterable[Path | str]) -> tuple[list[Record], list[Problem]]:
+    """All records of the files (and of the ``.jsonl`` files below the folders) at ``paths``, in file order,
+    and the lines that held none. Raises UsageError for a path that does not exist."""
+    found: list[Record] = []
+    problems: list[Problem] = []
+    for path in _files(paths):
+        for number, outcome in _lines(path):
+            if isinstance(outcome, str):
+                problems.append(Problem(path, number, outcome))
+            else:
+                found.append(outcome)
+    return found, problems
+
+
+def _files(paths: Iterable[Path | str]) -> list[Path]:
+    chosen: dict[Path, Path] = {}
+    for given in map(Path, paths):
+        if not given.exists():
+            raise UsageError(f"no results at {given}")
+        inside = sorted(given.rglob("*.jsonl")) if given.is_dir() else [given]
+        chosen.update({path.resolve(): path for path in inside})
+    return list(chosen.values())
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Record | str]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _parse(line)
+    except OSError as fault:
+        yield 0, f"cannot be read: {fault.strerror or fault}"
+
+
+def _parse(line: bytes) -> Record | str:
+    """The record on a line, or why there is none."""
+    try:
+        record = records.decode(line.strip())
+    except msgspec.ValidationError as fault:
+        return f"not a record of dsl_bench ({fault})"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
+        cut = "" if line.endswith(b"\n") else ", cut off at the end of the file"
+        return f"not JSON{cut} ({fault})"
+    if isinstance(record, RunHeader) and record.schema > records.SCHEMA:
+        return f"written by a newer dsl_bench (schema {record.schema}, this one reads up to {records.SCHEMA})"
+    return record
+
+
+def default_paths() -> list[Path]:
+    """Where results lie by default: ``results/`` and ``runs/`` here, and the ``results/`` of a source tree that
+    is installed in editable mode. Only folders that exist."""
+    here = [results_folder(), Path("runs"), Path(__file__).resolve().parents[1] / "results"]
+    unique = {path.resolve(): path for path in reversed(here) if path.is_dir()}
+    return list(reversed(unique.values()))
+
+
+def results_folder() -> Path:
+    """The folder of recorded results: ``$DSL_BENCH_RESULTS``, or ``results`` here."""
+    return Path(os.environ.get(ENV_RESULTS) or "results")
+
+
+def slug(text: str) -> str:
+    """``text`` as a lower-case file name: ``NVIDIA H200`` → ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def promote(run_file: Path | str, name: str = "") -> Path:
+    """Copy a run's file to ``results/<gpu>/<utc>-<name>.jsonl`` and return that path.
+
+    Leaves out what no report reads: trials, and artifacts of configs that were not near the winner (the
+    number of trials stays in each ``tuned`` line). Raises RecordError for a file with unreadable lines, without
+    a GPU or without results, and where results/ would exceed its bound.
+    """
+    found, problems = read([run_file])
+    if problems:
+        raise RecordError(f"{problems[0]}; mend or remove the line before recording")
+    header = next((r for r in found if isinstance(r, RunHeader)), None)
+    gpu = str(header.environment.get("gpu", "")) if header else ""
+    kept = _worth_keeping(found)
+    if header is None or not gpu or not any(isinstance(r, Race | Tuned) for r in kept):
+        raise RecordError(f"{run_file} holds no results of a GPU, so there is nothing to record")
+    stamp = re.sub(r"[^0-9TZ]", "", header.started.partition("+")[0]) + "Z"
+    target = results_folder() / slug(gpu) / f"{stamp}-{slug(name) or slug(header.run_id)}.jsonl"
+    data = b"".join(records.encode(r) + b"\n" for r in kept)
+    _check_room(target, len(data))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".part")
+        part.write_bytes(data)
+        part.replace(target)
+    except OSError as fault:
+        raise RecordError(f"cannot write {target}: {fault.strerror or fault}") from fault
+    return target
+
+
+def _worth_keeping(found: Sequence[Record]) -> list[Record]:
+    keys = {c.key for r in found if isinstance(r, Tuned) for c in r.near}
+    keys |= {p.key for r in found if isinstance(r, Race) for p in r.participants}
+    return [
+        r for r in found if not isinstance(r, Trial) and not (isinstance(r, Compiled) and r.key not in keys)
+    ]
+
+
+def _check_room(target: Path, size: int) -> None:
+    folder = results_folder()
+    others = (p for p in folder.rglob("*.jsonl") if p != target) if folder.is_dir() else ()
+    total = size + sum(p.stat().st_size for p in others)
+    if total > MOST_BYTES:
+        raise RecordError(
+            f"{folder} would hold {total / 1e6:.1f} MB, the bound is {MOST_BYTES / 1e6:.0f} MB: "
+            "remove superseded files first"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One participant of one race: a row of ``load_results()``. Times in microseconds, samples in ns a call.
+
+    ``race`` numbers the races in the order in which they were run; ``process`` is unique to the process that
+    ran it. ``time_us`` is the median (NaN without samples); ``error`` the greatest RMS error over that of
+    rounding the reference (NaN where none was measured)."""
+
+    race: int
+    run_id: str
+    process: str
+    started: str
+    gpu: str
+    workload: str
+    case: str
+    groups: tuple[str, ...]
+    dtype: str
+    params: dict[str, int | str]
+    regime: str
+    data: str
+    kernel: str
+    backend: str
+    role: str
+    config: dict[str, Any]
+    kernel_hash: str
+    key: str
+    version: str
+    status: str
+    check: str
+    reason: str
+    time_us: float
+    host_us: float
+    clock_mhz: float
+    power_w: float
+    flops: float
+    bytes: float
+    error: float
+    timer: str
+    calls: int
+    dropped: int
+    samples: NDArray[np.int64]
+
+
+def entries(found: Iterable[Record]) -> list[Entry]:
+    """Every participant of every race, oldest race first. Participants that were verified but raced apart (in
+    another record of the same job) appear once, where they raced."""
+    kept = list(found)
+    gpus = {r.run_id: str(r.environment.get("gpu", "")) for r in kept if isinstance(r, RunHeader)}
+    races = [r for r in kept if isinstance(r, Race)]
+    races.sort(key=lambda r: r.started)
+    rows = []
+    for number, race in enumerate(races):
+        gpu = gpus.get(race.run_id, "")
+        place = {participant: row for row, participant in enumerate(race.racers)}
+        for index, person in enumerate(race.participants):
+            if index in place or person.status != "ok":
+                samples = race.samples[place[index]] if index in place else []
+                rows.append(_entry(number, gpu, race, person, np.asarray(samples, dtype=np.int64)))
+    return rows
+
+
+def _entry(
+    number: int, gpu: str, race: Race, person: records.Participant, samples: NDArray[np.int64]
+) -> Entry:
+    return Entry(
+        race=number,
+        run_id=race.run_id,
+        process=f"{race.run_id}/{race.process}",
+        started=race.started,
+        gpu=gpu,
+        workload=race.case.workload,
+        case=race.case.name,
+        groups=race.case.groups,
+        dtype=race.case.dtype,
+        params=dict(race.case.params),
+        regime=race.regime,
+        data=race.data,
+        kernel=person.kernel,
+        backend=person.backend,
+        role=person.role,
+        config=dict(person.config),
+        kernel_hash=person.kernel_hash,
+        key=person.key,
+        version=person.version,
+        status=person.status,
+        check=person.check,
+        reason=person.reason,
+        time_us=float(np.median(samples)) / 1e3 if samples.size else float("nan"),
+        host_us=person.host_us,
+        clock_mhz=race.clock_mhz,
+        power_w=race.power_w,
+        flops=race.flops,
+        bytes=race.bytes,
+        error=_error(person.accuracy),
+        timer=race.timer,
+        calls=race.calls,
+        dropped=race.dropped,
+        samples=samples,
+    )
+
+
+def _error(accuracy: Iterable[Accuracy]) -> float:
+    return max((a.rms / a.rounding_rms for a in accuracy if a.rounding_rms > 0), default=float("nan"))
+
+
+def load_results(path: Path | str | Iterable[Path | str] | None = None) -> pd.DataFrame:
+    """The recorded races as a DataFrame, one row a participant, with the columns of :class:`Entry`.
+
+    ``path`` is a file, a folder or several of them; by default ``results/`` and ``runs/``. Lines that cannot be
+    read are warned about, with file and number."""
+    import warnings
+
+    given = default_paths() if path is None else [path] if isinstance(path, str | Path) else list(path)
+    found, problems = read(given)
+    for problem in problems:
+        warnings.warn(str(problem), stacklevel=2)
+    return to_frame(entries(found))
+
+
+def to_frame(rows: Sequence[Entry]) -> pd.DataFrame:
+    """Entries as a DataFrame; see :func:`from_frame` for the way back."""
+    import pandas as pd
+
+    names = [f.name for f in fields(Entry)]
+    return pd.DataFrame({name: _column([getattr(row, name) for row in rows]) for name in names})
+
+
+def _column(values: list[Any]) -> Any:
+    """Lists, dicts and arrays one a cell: pandas would make a table of equally long ones."""
+    if not values or not isinstance(values[0], tuple | dict | np.ndarray):
+        return values
+    cells = np.empty(len(values), dtype=object)
+    cells[:] = [None] * len(values)
+    for index, value in enumerate(values):
+        cells[index] = value
+    return cells
+
+
+def from_frame(frame: pd.DataFrame) -> list[Entry]:
+    """The entries behind the rows of a DataFrame from :func:`load_results`, filtered as the user liked."""
+    names = [f.name for f in fields(Entry)]
+    missing = [name for name in names if name not in frame.columns]
+    if missing:
+        raise UsageError(f"not a frame of load_results(): it lacks {', '.join(missing)}")
+    return [
+        Entry(**dict(zip(names, row, strict=True))) for row in frame[names].itertuples(index=False, name=None)
+    ]

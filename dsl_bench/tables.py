@@ -1,0 +1,114 @@
+"""Rows as text: a table for a terminal, Markdown, CSV or JSON. Knows nothing of what the rows mean."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dsl_bench.errors import unknown
+
+FORMATS = ("table", "json", "csv", "md")
+Row = Mapping[str, Any]
+
+#: wide enough for any row when nobody's terminal sets a width
+_WIDE = 400
+
+
+def render(rows: Sequence[Row], fmt: str, columns: Sequence[str] | None = None) -> str:
+    """The rows in format ``fmt``, without a final newline. ``columns`` selects and orders them; by default all,
+    in the order of their first appearance. JSON is one array with an object a line."""
+    if fmt not in FORMATS:
+        raise unknown("format", fmt, FORMATS)
+    names = (
+        list(columns) if columns is not None else list(dict.fromkeys(name for row in rows for name in row))
+    )
+    match fmt:
+        case "json":
+            return _json(rows, names)
+        case "csv":
+            return _csv(rows, names)
+        case "md":
+            return markdown(rows, names)
+    return _table(rows, names)
+
+
+def cell(value: Any) -> str:
+    """A value for human eyes: four significant digits, nothing for None and NaN."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{k}={v}" for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def plain(value: Any) -> Any:
+    """A value for JSON: NaN and infinities become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _json(rows: Sequence[Row], names: Sequence[str]) -> str:
+    lines = [json.dumps({n: plain(row.get(n)) for n in names}, ensure_ascii=False) for row in rows]
+    return "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
+
+
+def _csv(rows: Sequence[Row], names: Sequence[str]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_csv_cell(row.get(n)) for n in names] for row in rows)
+    return out.getvalue().rstrip("\n")
+
+
+def _csv_cell(value: Any) -> Any:
+    value = plain(value)
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value
+
+
+def markdown(rows: Sequence[Row], names: Sequence[str]) -> str:
+    """A Markdown table; columns of numbers are aligned to the right."""
+    numeric = {n for n in names if _numeric([row.get(n) for row in rows])}
+    lines = [
+        "| " + " | ".join(names) + " |",
+        "|" + "|".join("---:" if n in numeric else "---" for n in names) + "|",
+    ]
+    lines += ["| " + " | ".join(_md_cell(row.get(n)) for n in names) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _md_cell(value: Any) -> str:
+    return " ".join(cell(value).replace("|", "\\|").split())
+
+
+def _numeric(values: Sequence[Any]) -> bool:
+    present = [v for v in values if v is not None]
+    return bool(present) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in present)
+
+
+def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in names:
+        right = _numeric([row.get(name) for row in rows])
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row.get(n)) for n in names))
+    out = io.StringIO()
+    width = None if sys.stdout.isatty() else _WIDE
+    Console(file=out, width=width, markup=False, highlight=False, emoji=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
