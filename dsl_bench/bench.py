@@ -168,7 +168,9 @@ class Bench:
             bound.append(self.bind(arena, racer, index))
         arena.draw(AFTER_BIND, "normal")
         with self.watch("time"):
-            result = timing.race_sustained([b.runs() for b in bound], seconds=job.seconds, seed=job.seed)
+            result = timing.race_sustained(
+                [b.runs() for b in bound], seconds=job.seconds, seed=job.seed, warm=0.2
+            )
         return [float(np.median(row)) for row in result.samples]
 
     # -- the interpreter ------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ CaseFile = Annotated[Path | None, typer.Option("--cases", help="a CSV file of ow
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="the results file to write")]
 Resume = Annotated[Path | None, typer.Option("--resume", help="go on from this results file")]
 Limit = Annotated[float | None, typer.Option("--time-limit", help="seconds for the whole command")]
+Deadline = Annotated[float, typer.Option(min=1.0, help="longest silence of the device worker, s")]
 Trials = Annotated[int, typer.Option("--trials", min=1, help="configs to try for each contender and case")]
 Workloads = Annotated[list[str] | None, typer.Argument(help="workloads (default: all)")]
 Files = Annotated[list[Path] | None, typer.Option("--results", "-r", help="results files or folders")]
@@ -275,6 +276,7 @@ def run(
         list[Path] | None, typer.Option(help="take tuned winners from here (default: results, runs)")
     ] = None,
     time_limit: Limit = None,
+    deadline: Deadline = 60.0,
     resume: Resume = None,
     out: Out = None,
     seed: int = 0,
@@ -297,6 +299,7 @@ def run(
     settings = request.settings
     settings.trials, settings.processes, settings.race_seconds = trials, processes, race_seconds
     settings.data, settings.seed, settings.time_limit = data, seed, time_limit
+    settings.deadline = deadline
     with showing() as show:
         report = api.run(request, show)
     _finish(report, fmt)
@@ -314,6 +317,7 @@ def tune(
     trials: Trials = 32,
     trial_seconds: Annotated[float, typer.Option(help="seconds of timing a trial")] = 0.02,
     time_limit: Limit = None,
+    deadline: Deadline = 60.0,
     resume: Resume = None,
     out: Out = None,
     seed: int = 0,
@@ -330,7 +334,7 @@ def tune(
     request = _request(workload, backend, kernel, group, case, cases, plugin, out, resume)
     settings = request.settings
     settings.trials, settings.strategy, settings.seed = trials, strategy, seed
-    settings.trial_seconds, settings.time_limit = trial_seconds, time_limit
+    settings.trial_seconds, settings.time_limit, settings.deadline = trial_seconds, time_limit, deadline
     with showing() as show:
         report = api.tune(request, show)
     _finish(report, fmt)

@@ -95,7 +95,7 @@ class ParseCases(msgspec.Struct, frozen=True, tag="parse_cases"):
 
 
 class PlanJob(msgspec.Struct, frozen=True, tag="plan"):
-    """Which configs can do which cases. ``limit`` 0: default and seeds only; -1: all; else at most so many."""
+    """Which configs can do which cases. ``limit`` 0: default and seeds only; -1: all; else at most that."""
 
     backend: Origin
     extra: tuple[Origin, ...]

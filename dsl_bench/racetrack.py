@@ -20,6 +20,23 @@ if TYPE_CHECKING:
 
 #: below this share of the fastest, a participant races apart: it would cool the chip for its betters
 APART = 0.8
+#: what a record takes over from the timer's result as it is
+FROM_RESULT = (
+    "samples",
+    "timer",
+    "calls",
+    "clock_mhz",
+    "power_w",
+    "throttle",
+    "dropped",
+    "foreign",
+    "gaps",
+    "retries",
+    "proven",
+    "chunk",
+    "null_ns",
+    "notes",
+)
 
 
 class RaceTrack:
@@ -98,15 +115,14 @@ class RaceTrack:
         vendors = [b for b in group if b.racer.role == "vendor"]
         best = min(vendors or group[:1], key=lambda b: self.quick[b.index])
         twin = self.bench.bind(self.arena, best.racer, best.index)
-        hold = timing.race_cold if regime == "cold" else timing.race_sustained
         with self.bench.watch("time"):
             entered = [*group, twin]
-            result = hold(
-                [b.runs() for b in entered],
-                seconds=self.job.seconds,
-                seed=self.job.seed,
-                **({} if regime == "cold" else {"prove": self._proof(entered)}),
-            )
+            runs = [b.runs() for b in entered]
+            seconds, seed = self.job.seconds, self.job.seed
+            if regime == "cold":
+                result = timing.race_cold(runs, seconds=seconds, seed=seed)
+            else:
+                result = timing.race_sustained(runs, seconds=seconds, seed=seed, prove=self._proof(entered))
         for b, host in zip(group, result.host_us, strict=False):
             self.people[b.index] = msgspec.structs.replace(self.people[b.index], host_us=host)
         race = self._record(regime, result, [b.index for b in group], time.monotonic() - start)
@@ -154,14 +170,7 @@ class RaceTrack:
             return race
         return msgspec.structs.replace(
             race,
-            samples=result.samples,
-            timer=result.timer,
-            calls=result.calls,
-            clock_mhz=result.clock_mhz,
-            power_w=result.power_w,
-            throttle=result.throttle,
-            dropped=result.dropped,
-            foreign=result.foreign,
+            **{name: getattr(result, name) for name in FROM_RESULT},
         )
 
     def _check_again(self, bound: Sequence[Bound]) -> dict[int, str]:

@@ -52,7 +52,7 @@ class Facts(msgspec.Struct, frozen=True):
     """Codegen facts read from a cubin. Bytes and counts; ``spill_*`` are -1 where unknown.
 
     ``sass`` counts instructions by opcode (HGMMA, UTMALDG, LDL, …) over the whole kernel;
-    ``loop_local`` counts LDL and STL between a backward branch and its target (a spill in a loop).
+    ``loop_local`` counts LDL and STL on a cycle of the control flow (a spill in a loop).
     """
 
     registers: int = -1
@@ -184,7 +184,10 @@ class Race(msgspec.Struct, frozen=True, tag="race"):
     ``samples[i][r]`` is the time in ns of ``racers[i]`` (an index into ``participants``) in round ``r``;
     participants that failed their check are listed but have no samples. ``timer`` names the timer and
     ``calls`` how many calls one sample averages. ``clock_mhz`` and ``power_w`` are medians over the race,
-    ``dropped`` the rounds dropped for thermal or hardware slow-down, ``peak`` the fixed rates for ``sol``.
+    ``dropped`` the rounds dropped for thermal or hardware slow-down, ``gaps`` batches dropped because the
+    device ran dry, ``retries`` cold launches taken again; ``proven``: captured graphs were shown to hold their
+    kernel; ``chunk`` rounds were merged into each kept one; ``null_ns`` is an empty kernel timed the same way
+    (0: not timed).
     """
 
     run_id: str
@@ -206,6 +209,12 @@ class Race(msgspec.Struct, frozen=True, tag="race"):
     dropped: int = 0
     foreign: list[str] = msgspec.field(default_factory=list)
     seconds: float = 0.0
+    gaps: int = 0
+    retries: int = 0
+    proven: bool = False
+    chunk: int = 1
+    null_ns: float = 0.0
+    notes: list[str] = msgspec.field(default_factory=list)
 
 
 class Skip(msgspec.Struct, frozen=True, tag="skip"):

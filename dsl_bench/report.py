@@ -281,7 +281,7 @@ def fraction_of(
 
 
 def best(results: pd.DataFrame) -> pd.DataFrame:
-    """The fastest language on each case and regime: the row of :func:`fraction_of` with most ``tflops``."""
+    """The fastest language on each case and regime: its row of :func:`fraction_of`."""
     table = fraction_of(results)
     table = table[table["status"].isin(["ok", "baseline_missing"])]
     keys = ["gpu", "workload", "group", "case", "regime"]
@@ -290,7 +290,7 @@ def best(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def geomean(results: pd.DataFrame, cases: Sequence[CaseRef] = ()) -> pd.DataFrame:
-    """Geometric means of :func:`fraction_of`, as ``report --geomean`` gives them. Columns: ``MEAN_FIELDS``."""
+    """Geometric means of :func:`fraction_of`, as ``report --geomean`` gives them (``MEAN_FIELDS``)."""
     import pandas as pd
 
     table = _rows(store.from_frame(results), [], None, cases)

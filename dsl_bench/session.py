@@ -59,6 +59,7 @@ class Settings:
     seed: int = 0
     data: str = "normal"
     processes: int = 1
+    deadline: float = DEVICE_SECONDS
     time_limit: float | None = None
     compile_workers: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
 
@@ -230,9 +231,7 @@ class Session:
         version = ", ".join(f"{k} {v}" for k, v in sorted(info.versions.items()))
         return Racer(origin, self.catalog.extra, info.role, choice, str(self.folder(choice.key)), version)
 
-    def on_device(
-        self, job: jobs.Job, on_partial: Callable[[Record], None], deadline: float = DEVICE_SECONDS
-    ) -> Outcome:
+    def on_device(self, job: jobs.Job, on_partial: Callable[[Record], None]) -> Outcome:
         """Run one job on the device worker; its ledger is added to the run's."""
 
         def hear(reply: Progress | Partial) -> None:
@@ -241,7 +240,7 @@ class Session:
             else:
                 self.show.say(reply.stage)
 
-        outcome = self.device.run(job, deadline, hear)
+        outcome = self.device.run(job, self.settings.deadline, hear)
         if outcome.done is not None:
             for name, seconds in outcome.done.ledger.items():
                 self.ledger[name] = self.ledger.get(name, 0.0) + seconds

@@ -97,14 +97,21 @@ class Book:
         for e in self._entries:
             yield e.gpu, e.workload, e.case, e.regime, e.backend
         for r in self._fates:
-            for regime in _regimes(r):
+            for regime in self._regimes(r):
                 yield self._gpus[r.run_id], r.workload, r.case, regime, r.backend
+
+    def _regimes(self, fate: Skip | Failure) -> Sequence[str]:
+        """The regimes a failure stands for: its own, or all in which the case was raced."""
+        if fate.regime:
+            return [fate.regime]
+        where = (self._gpus[fate.run_id], fate.workload, fate.case)
+        return sorted({e.regime for e in self._entries if (e.gpu, e.workload, e.case) == where}) or REGIMES
 
     def _fill(self, table: Mapping[tuple[str, ...], Slot]) -> None:
         for e in self._entries:
             table[e.gpu, e.workload, e.case, e.regime, e.backend].entries.append(e)
         for r in self._fates:
-            for regime in _regimes(r):
+            for regime in self._regimes(r):
                 slot = table.get((self._gpus[r.run_id], r.workload, r.case, regime, r.backend))
                 if slot and isinstance(r, Failure):
                     slot.failures.append((self.order[r.run_id], r))
@@ -112,10 +119,6 @@ class Book:
                     slot.skips.append(r)
         for slot in table.values():
             slot.failures.sort(key=lambda pair: pair[0])
-
-
-def _regimes(fate: Skip | Failure) -> Sequence[str]:
-    return [fate.regime] if fate.regime else REGIMES
 
 
 def _run_order(entries: Sequence[Entry], found: Sequence[Record]) -> dict[str, int]:

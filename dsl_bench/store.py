@@ -1,18 +1,19 @@
 """Results on disk: one append-only file of JSON lines a run, and the ways to read them back.
 
-``results/<gpu>/`` holds what the project has recorded (in git), ``runs/`` a user's own runs. A line that cannot
-be read is named by file and number and costs only itself. Owns no ratio: :mod:`dsl_bench.report` does.
+``results/<gpu>/`` holds what the project has recorded (in git), ``runs/`` a user's own runs. A line that
+cannot be read is named by file and number and costs only itself. Owns no ratio: :mod:`dsl_bench.report` does.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -41,7 +42,8 @@ class Writer:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = path.open("ab")
+            # unbuffered: what a full disk refused must not be tried again on closing
+            self._file = path.open("ab", buffering=0)
             self._end_line()
         except OSError as fault:
             raise RecordError(f"cannot write results to {path}: {fault.strerror or fault}") from fault
@@ -54,12 +56,12 @@ class Writer:
                 self._put(b"\n")
 
     def _put(self, data: bytes) -> None:
-        self._file.write(data)
-        self._file.flush()
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(self._file.fileno())
 
     def write(self, record: Record) -> None:
-        """One line; raises RecordError where the disk refuses it or the record would not read back (a NaN)."""
+        """One line; raises RecordError where the disk refuses it or it would not read back (a NaN)."""
         line = records.encode(record)
         try:
             records.decode(line)
@@ -145,8 +147,8 @@ def _parse(line: bytes) -> Record | str:
 
 
 def default_paths() -> list[Path]:
-    """Where results lie by default: ``results/`` and ``runs/`` here, and the ``results/`` of a source tree that
-    is installed in editable mode. Only folders that exist."""
+    """Where results lie by default: ``results/`` and ``runs/`` here, and the ``results/`` of a source tree
+    that is installed in editable mode. Only folders that exist."""
     here = [results_folder(), Path("runs"), Path(__file__).resolve().parents[1] / "results"]
     unique = {path.resolve(): path for path in reversed(here) if path.is_dir()}
     return list(reversed(unique.values()))
@@ -166,8 +168,8 @@ def promote(run_file: Path | str, name: str = "") -> Path:
     """Copy a run's file to ``results/<gpu>/<utc>-<name>.jsonl`` and return that path.
 
     Leaves out what no report reads: trials, and artifacts of configs that were not near the winner (the
-    number of trials stays in each ``tuned`` line). Raises RecordError for a file with unreadable lines, without
-    a GPU or without results, and where results/ would exceed its bound.
+    number of trials stays in each ``tuned`` line). Raises RecordError for a file with unreadable lines,
+    without a GPU or without results, and where results/ would exceed its bound.
     """
     found, problems = read([run_file])
     if problems:
@@ -318,8 +320,8 @@ def _error(accuracy: Iterable[Accuracy]) -> float:
 def load_results(path: Path | str | Iterable[Path | str] | None = None) -> pd.DataFrame:
     """The recorded races as a DataFrame, one row a participant, with the columns of :class:`Entry`.
 
-    ``path`` is a file, a folder or several of them; by default ``results/`` and ``runs/``. Lines that cannot be
-    read are warned about, with file and number."""
+    ``path`` is a file, a folder or several of them; by default ``results/`` and ``runs/``. Lines that cannot
+    be read are warned about, with file and number."""
     import warnings
 
     given = default_paths() if path is None else [path] if isinstance(path, str | Path) else list(path)

@@ -20,8 +20,8 @@ _WIDE = 400
 
 
 def render(rows: Sequence[Row], fmt: str, columns: Sequence[str] | None = None) -> str:
-    """The rows in format ``fmt``, without a final newline. ``columns`` selects and orders them; by default all,
-    in the order of their first appearance. JSON is one array with an object a line."""
+    """The rows in format ``fmt``, without a final newline. ``columns`` selects and orders them; by default
+    all, in the order of their first appearance. JSON is one array with an object a line."""
     if fmt not in FORMATS:
         raise unknown("format", fmt, FORMATS)
     names = (

@@ -91,7 +91,7 @@ def describe(shelf: registry.Shelf, job: jobs.Describe) -> jobs.Described:
 def _describe_backend(
     shelf: registry.Shelf, origin: Origin, backend: Backend, extra: tuple[Origin, ...]
 ) -> jobs.BackendInfo:
-    targets = {}
+    targets: dict[str, jobs.TargetInfo] = {}
     for target in TARGETS:
         got = backend.probe(target)
         targets[target] = jobs.TargetInfo(got.ready, got.reason, got.hint)

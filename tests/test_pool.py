@@ -1,0 +1,143 @@
+"""Workers die, hang and go on: nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsl_bench import jobs, pool
+from dsl_bench.jobs import Origin
+
+WORKLOAD = Origin("workload", "gemm", "dsl_bench.workloads.gemm:WORKLOAD")
+
+
+def file_origin(tmp_path: Path, text: str) -> Origin:
+    path = tmp_path / "plugin.py"
+    path.write_text(text)
+    return Origin("file", "plugin", str(path), "file")
+
+
+@pytest.fixture
+def worker():
+    made = pool.Worker("describe")
+    yield made
+    made.kill()
+
+
+def parse(worker, sizes, **options):
+    outcome = worker.run(jobs.ParseCases(WORKLOAD, [sizes]), 30.0, **options)
+    assert outcome.done is not None, outcome.refused
+    return msgspec.json.decode(outcome.done.value)
+
+
+def test_a_worker_serves_one_job_after_another(worker):
+    assert parse(worker, {"m": "1", "n": "2", "k": "3"})[0]["name"] == "1x2x3-bf16"
+    assert parse(worker, {"m": "4", "n": "2", "k": "3"})[0]["name"] == "4x2x3-bf16"
+
+
+def test_a_refused_job_leaves_the_worker_alive(worker):
+    outcome = worker.run(jobs.ParseCases(WORKLOAD, [{"m": "x"}]), 30.0)
+    assert outcome.refused is not None
+    assert not outcome.died
+    assert parse(worker, {"m": "1", "n": "2", "k": "3"})
+
+
+def test_a_silent_worker_is_killed_at_its_deadline_and_replaced(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
+    origin = file_origin(tmp_path, "import time\ntime.sleep(600)\n")
+    start = time.monotonic()
+    outcome = worker.run(jobs.Describe(origin), 1.0)
+    assert outcome.died
+    assert outcome.refused is not None
+    assert outcome.refused.status == "hang"
+    assert outcome.refused.check == "deadline"
+    assert time.monotonic() - start < 30
+    assert parse(worker, {"m": "1", "n": "2", "k": "3"})
+
+
+def test_a_worker_that_is_killed_names_the_signal(worker, tmp_path):
+    origin = file_origin(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    outcome = worker.run(jobs.Describe(origin), 30.0)
+    assert outcome.died
+    assert outcome.refused is not None
+    assert "SIGSEGV" in outcome.refused.reason
+
+
+def test_what_a_plugin_prints_does_not_reach_the_protocol(worker, tmp_path):
+    text = "import os, sys\nprint('{}')\nos.write(1, b'noise\\n')\nKERNELS = ()\nWORKLOAD = None\nraise ValueError('seen')\n"
+    outcome = worker.run(jobs.Describe(file_origin(tmp_path, text)), 30.0)
+    assert outcome.done is not None
+    described = msgspec.json.decode(outcome.done.value, type=jobs.Described)
+    assert described.state == "failed"
+    assert "seen" in described.reason
+
+
+def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
+    mark = tmp_path / "pid"
+    text = (
+        "import subprocess, time, pathlib\n"
+        f"p = subprocess.Popen(['sleep', '600'])\npathlib.Path({str(mark)!r}).write_text(str(p.pid))\ntime.sleep(600)\n"
+    )
+    worker.run(jobs.Describe(file_origin(tmp_path, text)), 2.0)
+    pid = int(mark.read_text())
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(pid)
+
+
+def test_workers_die_with_their_parent(tmp_path):
+    script = (
+        "from dsl_bench import jobs, pool\n"
+        "from dsl_bench.jobs import Origin\n"
+        f"w = Origin('workload', 'gemm', {WORKLOAD.value!r})\n"
+        "worker = pool.Worker('describe')\n"
+        "worker.run(jobs.ParseCases(w, [{'m': '1', 'n': '1', 'k': '1'}]), 30.0)\n"
+        "print(worker._process.pid, flush=True)\n"
+        "import time; time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert _alive(pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _alive(pid)
+
+
+def test_a_pool_does_every_job_and_closes(tmp_path):
+    outcomes: list[pool.Outcome] = []
+    finished = threading.Event()
+
+    def done(outcome: pool.Outcome) -> None:
+        outcomes.append(outcome)
+        if len(outcomes) == 5:
+            finished.set()
+
+    made = pool.Pool("describe", 2)
+    for m in range(1, 6):
+        made.submit(jobs.ParseCases(WORKLOAD, [{"m": str(m), "n": "1", "k": "1"}]), 30.0, done)
+    assert finished.wait(60)
+    made.close()
+    assert all(o.done is not None for o in outcomes)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and os.path.exists(f"/proc/{pid}")
