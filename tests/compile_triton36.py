@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for sm_90a with the Triton of this interpreter, and prints what came out as JSON.
+"""Compiles every Triton kernel for sm_90a with this interpreter's Triton; prints what came out as JSON.
 
 A script, not a test: it runs in an environment that has Triton 3.6 and no pytest.
 """

@@ -1,133 +1,157 @@
-"""Plugins that break in every way known to us cost themselves and nobody else."""
+"""An installed plugin works; a broken one is shown with its reason and costs the others nothing."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-GOOD = """
-from dsl_bench.plugin import Availability, Backend
+FIXTURE = Path(__file__).resolve().parent / "plugin_fixture"
+PACKAGE = "dsl_bench_numpyref"
+RUN = ("run", "gemm", "--backend", "numpyref", "--target", "interpret", "--case", "m=16,n=32,k=16,dtype=fp16")
 
-class Toy(Backend):
-    name = "{name}"
-    def probe(self, target):
-        return Availability(False, "a toy has no device", "none helps")
-    def kernels(self):
-        return iter(())
+pytestmark = pytest.mark.slow
 
-BACKEND = Toy()
-"""
-BROKEN = {
-    "raises": ("raise RuntimeError('broken on purpose')", "failed", "broken on purpose"),
-    "exits": ("raise SystemExit(3)", "failed", "SystemExit"),
-    "aborts": ("import os; os.abort()", "failed", "SIGABRT"),
-    "oldapi": (GOOD.format(name="oldapi") + "\nToy.api_version = 99\n", "incompatible", "plugin API 99"),
-    "notone": ("BACKEND = 7\n", "incompatible", "plugin API None"),
-    "badprobe": (GOOD.format(name="badprobe") + "\nToy.probe = lambda self, target: 1 / 0\n", "failed", "ZeroDivision"),
+Install = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the fixture installed by pip, as its author's users would."""
+    folder = tmp_path_factory.mktemp("plugin")
+    tree = shutil.copytree(FIXTURE, folder / "tree", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    flags = ["--no-index", "--no-deps", "--no-build-isolation", "--target", str(folder / "site")]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", *flags, str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "site"
+
+
+@pytest.fixture
+def install(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts copies of the plugin on the path, under names of their own and changed by a regular expression."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "numpyref,other")
+
+    def copy(name: str = "numpyref", entry: str = "", find: str = "", put: str = "") -> Path:
+        package = site / f"dsl_bench_{name}"
+        text = (installed / PACKAGE / "__init__.py").read_text()
+        changed = re.sub(find, put, text, count=1) if find else text
+        assert not find or changed != text, "the pattern is not in the plugin any more"
+        package.mkdir()
+        (package / "__init__.py").write_text(changed.replace("numpyref/", f"{name}/"))
+        (dist,) = installed.glob("*.dist-info")
+        target = shutil.copytree(dist, site / dist.name.replace("numpyref", name))
+        for file, old, new in (
+            ("METADATA", "Name: dsl-bench-numpyref", f"Name: dsl-bench-{name}"),
+            ("entry_points.txt", f"numpyref = {PACKAGE}", f"{entry or name} = dsl_bench_{name}"),
+        ):
+            (target / file).write_text((target / file).read_text().replace(old, new))
+        return package
+
+    return copy
+
+
+def listed(cli: Any, before: str = "") -> dict[str, list[dict[str, Any]]]:
+    """`list` as rows of backends by name."""
+    done = cli("list", "--format", "json", before=before)
+    assert done.returncode == 0, done.stderr
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(done.stdout):
+        if row["kind"] == "backend":
+            rows.setdefault(row["name"], []).append(row)
+    return rows
+
+
+def test_an_installed_plugin_is_listed_and_runs(install: Install, cli: Any, tmp_path: Path) -> None:
+    install()
+    (row,) = listed(cli)["numpyref"]
+    assert row["state"] == "ready"
+    assert "dsl-bench-numpyref 0.1.0" in row["from"]
+    done = cli(*RUN, "--out", "run.jsonl")
+    assert done.returncode == 0, done.stderr
+    kept = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    verdicts = [r for r in kept if r["type"] == "interpret"]
+    assert [(r["kernel"], r["status"]) for r in verdicts] == [("numpyref/gemm", "ok")]
+
+
+def test_a_wrong_plugin_kernel_is_caught(install: Install, cli: Any) -> None:
+    install(find=r"\.astype\(np\.float16\)", put=".astype(np.float16) * np.float16(1.01)")
+    done = cli(*RUN, "--format", "json")
+    assert done.returncode == 1, done.stderr
+    assert "incorrect" in done.stdout
+
+
+BREAKAGES = {
+    "raises at import": (r"BACKEND = .*", "raise RuntimeError('no such luck')", "failed", "no such luck"),
+    "exits at import": (r"BACKEND = .*", "raise SystemExit(3)", "failed", "SystemExit"),
+    "imports what is not there": (
+        r"import numpy as np",
+        "import no_such_package",
+        "failed",
+        "no_such_package",
+    ),
+    "speaks another API": (r'name = "numpyref"', 'name = "other"; api_version = 99', "incompatible", "99"),
+    "is no backend": (r"BACKEND = .*", "BACKEND = 7", "incompatible|failed", "API|not a Backend"),
+    "raises in probe": ("ready = target", "raise OSError('bad probe') or target", "failed", "bad probe"),
+    "dies in probe": ("ready = target", "__import__('os')._exit(9); ready = target", "failed", "."),
 }
 
 
-def install(site: Path, dist: str, entries: dict[str, str], modules: dict[str, str]) -> None:
-    """A distribution as pip would leave it: modules and metadata with entry points."""
-    info = site / f"{dist.replace('-', '_')}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.0\n")
-    lines = "\n".join(f"{name} = {value}" for name, value in entries.items())
-    (info / "entry_points.txt").write_text(f"[dsl_bench.backends]\n{lines}\n")
-    for name, text in modules.items():
-        (site / f"{name}.py").write_text(text)
-
-
-def dsl_bench(site: Path, *args: str, allow: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(site),
-        "DSL_BENCH_CACHE_DIR": str(site / "cache"),
-        "DSL_BENCH_BACKENDS": allow,
-    }
-    command = [sys.executable, "-m", "dsl_bench.cli", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=site, timeout=timeout)
-
-
-def listed(site: Path, allow: str) -> dict[str, dict[str, str]]:
-    done = dsl_bench(site, "list", "--format", "json", allow=allow)
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_a_broken_plugin_is_shown_and_costs_nobody_else(install: Install, cli: Any, how: str) -> None:
+    find, put, state, reason = BREAKAGES[how]
+    install()
+    install("other", find=find, put=put)
+    rows = listed(cli)
+    assert rows["numpyref"][0]["state"] == "ready"
+    (row,) = rows["other"]
+    assert re.fullmatch(state, row["state"]), row
+    assert re.search(reason, row["reason"]), row
+    assert cli("list", "--strict").returncode == 1
+    done = cli(*RUN)
     assert done.returncode == 0, done.stderr
-    return {row["name"]: row for row in json.loads(done.stdout)}
+    done = cli("run", "gemm", "--backend", "other", "--case", "m=16,n=32,k=16,dtype=fp16")
+    assert done.returncode == 2
+    assert "other" in done.stderr
+    assert "not loaded" in done.stderr, "an unknown backend's message says which plugins failed"
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_plugin_is_a_row_with_its_reason(tmp_path, name):
-    text, state, reason = BROKEN[name]
-    install(tmp_path, f"toy-{name}", {name: f"toy_{name}:BACKEND"}, {f"toy_{name}": text})
-    install(tmp_path, "toy-good", {"good": "toy_good:BACKEND"}, {"toy_good": GOOD.format(name="good")})
-    rows = listed(tmp_path, f"{name},good")
-    assert rows[name]["state"] == state
-    assert reason in rows[name]["reason"]
-    assert rows["good"]["state"] == "unavailable"
-    assert "a toy has no device" in rows["good"]["reason"]
+def test_a_plugin_whose_probe_hangs_is_cut_off(install: Install, cli: Any) -> None:
+    install()
+    install("other", find="ready = target", put="__import__('time').sleep(999); ready = target")
+    impatient = "from dsl_bench import catalog, pool; catalog.DESCRIBE_SECONDS = pool.START_SECONDS = 5.0"
+    (row,) = listed(cli, before=impatient)["other"]
+    assert row["state"] == "failed"
+    assert row["reason"]
+    assert cli(*RUN, before=impatient).returncode == 0
 
 
-def test_two_plugins_of_one_name_are_both_refused_and_both_named(tmp_path):
-    for owner in ("one", "two"):
-        install(tmp_path, f"toy-{owner}", {"same": f"toy_{owner}:BACKEND"}, {f"toy_{owner}": GOOD.format(name="same")})
-    done = dsl_bench(tmp_path, "list", "--format", "json", allow="same")
-    rows = [r for r in json.loads(done.stdout) if r["name"] == "same"]
+def test_two_plugins_of_one_name_are_both_refused(install: Install, cli: Any) -> None:
+    install()
+    install("other", entry="numpyref")
+    rows = listed(cli)["numpyref"]
     assert [r["state"] for r in rows] == ["duplicate", "duplicate"]
-    assert all("toy-one 1.0" in r["reason"] and "toy-two 1.0" in r["reason"] for r in rows)
+    for row in rows:
+        assert "dsl-bench-numpyref" in row["reason"]
+        assert "dsl-bench-other" in row["reason"]
 
 
-def test_one_backend_name_under_two_entry_names_is_refused(tmp_path):
-    for owner in ("one", "two"):
-        install(tmp_path, f"toy-{owner}", {owner: f"toy_{owner}:BACKEND"}, {f"toy_{owner}": GOOD.format(name="same")})
-    rows = listed(tmp_path, "one,two")
-    assert {rows["one"]["state"], rows["two"]["state"]} == {"duplicate"}
-
-
-def test_strict_makes_list_fail(tmp_path):
-    install(tmp_path, "toy-raises", {"raises": "toy_raises:BACKEND"}, {"toy_raises": BROKEN["raises"][0]})
-    done = dsl_bench(tmp_path, "list", "--strict", allow="raises")
-    assert done.returncode == 1
-
-
-def test_an_unknown_backend_message_says_what_failed_to_load(tmp_path):
-    install(tmp_path, "toy-raises", {"raises": "toy_raises:BACKEND"}, {"toy_raises": BROKEN["raises"][0]})
-    done = dsl_bench(tmp_path, "run", "gemm", "--backend", "raises", allow="raises")
+def test_a_plugin_can_be_one_file(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "numpyref")
+    (tmp_path / "mine.py").write_text((FIXTURE / PACKAGE / "__init__.py").read_text())
+    done = cli(*RUN, "--plugin", "mine.py")
+    assert done.returncode == 0, done.stderr
+    done = cli("list", "--plugin", "missing.py")
     assert done.returncode == 2
-    assert "raises (failed)" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_probe_that_hangs_is_killed(tmp_path, monkeypatch):
-    from dsl_bench import catalog
-
-    hang = GOOD.format(name="hangs") + "\nimport time\nToy.probe = lambda self, target: time.sleep(600)\n"
-    install(tmp_path, "toy-hangs", {"hangs": "toy_hangs:BACKEND"}, {"toy_hangs": hang})
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("DSL_BENCH_BACKENDS", "hangs")
-    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(catalog, "DESCRIBE_SECONDS", 3.0)
-    monkeypatch.setattr("dsl_bench.pool.START_SECONDS", 5.0)
-    found = {d.origin.name: d for d in catalog.load().described}
-    assert found["hangs"].state == "failed"
-    assert "killed" in found["hangs"].reason
-    assert found["gemm"].state == "ready"
-
-
-def test_a_plugin_file_brings_a_workload_or_a_backend(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(GOOD.format(name="mine"))
-    done = dsl_bench(tmp_path, "list", "--format", "json", "--plugin", str(path), allow="")
-    rows = {r["name"]: r for r in json.loads(done.stdout)}
-    assert rows["mine"]["state"] == "unavailable"
-
-
-def test_a_plugin_file_that_is_not_there_is_a_usage_error(tmp_path):
-    done = dsl_bench(tmp_path, "list", "--plugin", "nowhere.py", allow="")
-    assert done.returncode == 2
-    assert "nowhere.py" in done.stderr
+    assert "missing.py" in done.stderr

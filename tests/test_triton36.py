@@ -1,7 +1,7 @@
 """Triton 3.6, with which the recorded results were made, compiles every Triton kernel for sm_90a.
 
-Runs ``compile_triton36.py`` in the environment that `make test` makes for it (``DSL_BENCH_TRITON36_PYTHON``, or
-``.venv36``): Triton 3.6 without torch and without a GPU.
+Runs ``compile_triton36.py`` in the environment that `make test` makes for it
+(``DSL_BENCH_TRITON36_PYTHON``, or ``.venv36``): Triton 3.6 without torch and without a GPU.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def pip(*args: str) -> None:
 
 
 def tracked() -> list[str]:
-    """The files of the tree: git's and new ones that git does not ignore; without git, all that look like ours."""
+    """The tree's files: git's and new ones that git does not ignore; without git, all that look like ours."""
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 0:

@@ -54,9 +54,8 @@ class NumpyRef(Backend):
 
     def probe(self, target: Target) -> Availability:
         """Ready to interpret; NumPy has neither a compiler nor a device."""
-        return Availability(
-            target == "interpret", "" if target == "interpret" else "NumPy runs on the CPU only"
-        )
+        ready = target == "interpret"
+        return Availability(ready, "" if ready else "NumPy runs on the CPU only")
 
     def kernels(self) -> Iterator[Kernel]:
         """The one kernel of this file."""

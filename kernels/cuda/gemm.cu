@@ -1,0 +1,294 @@
+// C[M,N] = A[M,K] · B[N,K]ᵀ: persistent, warp-specialised, fed by TMA, multiplied by wgmma.
+//
+// Warpgroup 0 is the producer: one thread keeps a ring of STAGES k-blocks (64 elements, 128-byte rows in the
+// 128-byte swizzle) full. The other CONSUMERS warpgroups multiply. PINGPONG 0: all work on one BM x BN tile,
+// each on its own 64·MI rows. PINGPONG 1: each of two has a whole tile to itself, they take turns on the
+// tensor cores, and the epilogue of one runs beneath the main loop of the other. In a cluster of two blocks
+// (CLUSTER_M x CLUSTER_N tiles) each block loads half of the operand that both need and multicasts it.
+// Finished rows go through swizzled shared memory to asynchronous TMA stores.
+//
+// RESIDUES 8 is for rows that start on any 2 bytes, which no tensor map can describe: rows r, r+8, r+16, …
+// are 16·K bytes apart, which one can, so there are eight maps an operand. Each begins at the 16 bytes that
+// hold its first element and is read from a column shifted by what that rounds away (`Shifts`). A tile's rows
+// then lie in shared memory sorted by row mod 8; the epilogue sorts the columns back, eight maps store the rows.
+//
+// Macros: BM BN STAGES CLUSTER_M CLUSTER_N CONSUMERS MI PINGPONG PARTIAL STORE_BUFFERS RESIDUES BF16 SMEM_BYTES
+#include "tiles.cuh"
+
+constexpr int BLOCKS = CLUSTER_M * CLUSTER_N;
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int TILE_OWNERS = PINGPONG ? 1 : CONSUMERS;  // warpgroups that share a tile
+constexpr int ROW_BYTES = 128;                         // 64 elements
+constexpr int A_BYTES = BM * ROW_BYTES, B_BYTES = BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int A_BOX = BM / (RESIDUES * (RESIDUES == 1 ? CLUSTER_N : 1));  // rows a TMA load
+constexpr int B_BOX = BN / (RESIDUES * (RESIDUES == 1 ? CLUSTER_M : 1));
+// What setmaxnreg leaves each role; together at most the 65536 registers of an SM.
+// More than 160 accumulators a thread; the producer of eight maps needs its 40 all the same.
+constexpr bool WIDE = MI * BN > 320 && RESIDUES == 1;
+constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? (WIDE ? 24 : 40) : 56;
+constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? (WIDE ? 240 : 232) : 248;
+
+// Columns a TMA store takes from one row: the widest swizzle whose boxes tile BN.
+constexpr int STORE_COLUMNS = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+constexpr int STORE_SWIZZLE = STORE_COLUMNS / 8 - 1;
+constexpr int STORE_BYTES = 64 * 64 * 2;  // a store buffer: 64 rows of up to 64 columns
+
+constexpr int OFFSET_STORE = STAGES * STAGE_BYTES;
+constexpr int OFFSET_BARRIERS = OFFSET_STORE + CONSUMERS * STORE_BUFFERS * STORE_BYTES;
+constexpr int OFFSET_FLAGS = OFFSET_BARRIERS + (2 * STAGES + 2) * 8;
+static_assert(1024 + OFFSET_FLAGS + 4 * CONSUMERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
+static_assert(BM == 64 * MI * TILE_OWNERS, "a tile's rows are those of its owners");
+static_assert(!PINGPONG || CONSUMERS == 2, "two warpgroups take turns");
+static_assert(RESIDUES == 1 || (RESIDUES == 8 && BN % 64 == 0 && 64 % (BM / 8) == 0), "rows sorted by residue");
+
+struct TensorMaps {
+    TensorMap map[RESIDUES];
+};
+
+struct Shifts {
+    int a[8], b[8], c[8];  // columns that rounding down a residue's first row to 16 bytes adds
+};
+
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+    __device__ __forceinline__ void skip(int n) {
+        const int at = stage + n;
+        phase ^= (at / STAGES) & 1;
+        stage = at % STAGES;
+    }
+};
+
+struct Shared {
+    u32 base;
+    __device__ __forceinline__ u32 a(int stage) const { return base + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 b(int stage) const { return a(stage) + A_BYTES; }
+    __device__ __forceinline__ u32 store(int owner, int buffer) const {
+        return base + OFFSET_STORE + (owner * STORE_BUFFERS + buffer) * STORE_BYTES;
+    }
+    __device__ __forceinline__ u32 full(int stage) const { return base + OFFSET_BARRIERS + 8 * stage; }
+    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
+    __device__ __forceinline__ u32 turn(int owner) const { return full(2 * STAGES + owner); }
+};
+
+// Loads this block's share of an operand's tile: all of it, or 1/SHARE of it for every block of the cluster.
+template <int BOX, int SHARE>
+__device__ __forceinline__ void load_operand(const TensorMaps& maps, const int (&shift)[8], u32 dst, u32 full, int k,
+                                             int row, int rank) {
+    constexpr u16 ALL = (1 << BLOCKS) - 1;
+    constexpr int BOXES = RESIDUES == 1 ? 1 : RESIDUES / SHARE;
+    const int first = SHARE == 1 ? 0 : rank * BOXES;
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+        const int box = first + i;
+        const TensorMap* const map = &maps.map[RESIDUES == 1 ? 0 : box];
+        const int x = RESIDUES == 1 ? k : k + shift[box];
+        const int y = RESIDUES == 1 ? row + box * BOX : row / RESIDUES;
+        if constexpr (SHARE == 1)
+            tma_load(dst + box * BOX * ROW_BYTES, map, full, x, y);
+        else
+            tma_multicast(dst + box * BOX * ROW_BYTES, map, full, x, y, ALL);
+    }
+}
+
+__device__ __forceinline__ void produce(const TensorMaps& a, const TensorMaps& b, const WorkArgs& args,
+                                        const Shifts& shifts, const Shared& shared, int cluster, int clusters,
+                                        int rank) {
+    Ring ring;
+    Segments<PARTIAL> work(args, cluster, clusters);
+    Segment s;
+    while (work.next(s)) {
+        int row, column;
+        raster(args, s.tile, row, column);
+        const int m = (row * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0)) * BM;
+        const int n = (column * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0)) * BN;
+#pragma unroll 1
+        for (int kb = s.kb; kb < s.kb + s.count; ++kb, ring.next()) {
+            barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+            const u32 full = shared.full(ring.stage);
+            barrier_expect(full, STAGE_BYTES);
+            load_operand<A_BOX, CLUSTER_N>(a, shifts.a, shared.a(ring.stage), full, kb * 64, m, rank);
+            load_operand<B_BOX, CLUSTER_M>(b, shifts.b, shared.b(ring.stage), full, kb * 64, n, rank);
+        }
+    }
+}
+
+// acc = A-tile · B-tileᵀ over `count` k-blocks. One k-block's wgmmas stay in flight while the next is issued;
+// the stage before is released as soon as they are the only ones.
+__device__ __forceinline__ void multiply(float (&acc)[MI][BN / 2], int count, Ring& ring, const Shared& shared,
+                                         int owner, int lane) {
+    const auto release = [&](int stage) {
+        if constexpr (BLOCKS == 1) {
+            if (lane == 0) barrier_arrive(shared.empty(stage));
+        } else {
+            if (lane < BLOCKS) barrier_arrive_at(shared.empty(stage), lane);
+        }
+    };
+    int previous = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, ring.next()) {
+        barrier_wait(shared.full(ring.stage), ring.phase);
+        const u64 a = tile_descriptor(shared.a(ring.stage) + (PINGPONG ? 0 : owner) * 64 * MI * ROW_BYTES);
+        const u64 b = tile_descriptor(shared.b(ring.stage));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+            for (int mi = 0; mi < MI; ++mi) Wgmma<BN>::run(acc[mi], a + mi * 512 + k * 2, b + k * 2, i | k);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0) release(previous);
+        previous = ring.stage;
+    }
+    if constexpr (PINGPONG) {
+        // Every stage of this tile has been seen full: the other warpgroup may look at the ring from here on.
+        if (lane == 0) barrier_arrive(shared.turn(owner ^ 1));
+    }
+    wgmma_wait<0>();
+    release(previous);
+}
+
+// One store buffer: columns [column, column + 64) of 64 rows, as swizzled boxes of STORE_COLUMNS.
+__device__ __forceinline__ void stage_columns(const float (&acc)[BN / 2], int column, u32 buffer, int warp, int lane) {
+    if constexpr (RESIDUES == 1) {
+        const int row = warp * 16 + lane % 16;
+        const u32 line = buffer + row * STORE_COLUMNS * 2;
+        const u32 swizzle = ((row * STORE_COLUMNS * 2 / 128) & STORE_SWIZZLE) * 16;
+#pragma unroll
+        for (int c = 0; c < 64; c += 16) {
+            if (column + c >= BN) break;
+            const float* const v = &acc[(column + c) / 2];
+            const u32 within = (c % STORE_COLUMNS + lane / 16 * 8) * 2;
+            stmatrix(line + c / STORE_COLUMNS * (64 * STORE_COLUMNS * 2) + (within ^ swizzle), pack(v[0], v[1]),
+                     pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+        }
+    } else {
+        // Accumulator column residue·BN/8 + i is column 8·i + residue of the tile: a thread holds all eight
+        // residues of its i, 16 bytes of a row.
+        constexpr int STEP = BN / 16;  // floats from one residue to the next: BN/8 columns, 4 floats every 8 of them
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int bit = 0; bit < 2; ++bit) {
+                const int row = warp * 16 + half * 8 + lane / 4;
+                const float* const v = &acc[column / 64 * 4 + half * 2 + bit];
+                const u32 slot = (lane % 4 * 2 + bit) ^ (row & 7);
+                store_shared(buffer + row * 128 + slot * 16, pack(v[0], v[STEP]), pack(v[2 * STEP], v[3 * STEP]),
+                             pack(v[4 * STEP], v[5 * STEP]), pack(v[6 * STEP], v[7 * STEP]));
+            }
+    }
+}
+
+// Issues the stores of one buffer; `tile_row` counts from the tile's first row, `m` and `n` place the tile.
+__device__ __forceinline__ void store_columns(const TensorMaps& c, const WorkArgs& args, const Shifts& shifts,
+                                              u32 buffer, int m, int n, int tile_row, int column) {
+    if constexpr (RESIDUES == 1) {
+#pragma unroll
+        for (int x = 0; x < 64; x += STORE_COLUMNS)
+            if (column + x < BN && n + column + x < args.n && m + tile_row < args.m)
+                tma_store(&c.map[0], buffer + x * 64 * 2, n + column + x, m + tile_row);
+    } else {
+        constexpr int ROWS = BM / 8;  // of one residue in a tile
+#pragma unroll
+        for (int i = 0; i < 64 / ROWS; ++i) {
+            const int residue = tile_row / ROWS + i;
+            if (n + column < args.n && m + residue < args.m)
+                tma_store(&c.map[residue], buffer + i * ROWS * 128, n + column + shifts.c[residue], m / 8);
+        }
+    }
+    tma_store_commit();
+}
+
+__device__ __forceinline__ void consume(const TensorMaps& c, const WorkArgs& args, const Shifts& shifts,
+                                        const Shared& shared, int cluster, int clusters, int rank, int owner,
+                                        volatile int* flag) {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const int bar = 1 + owner;
+    Ring ring;
+    Segments<PARTIAL> work(args, cluster, clusters);
+    Segment s;
+    int buffer = 0, mine = 0;
+    for (int item = 0; work.next(s); ++item) {
+        if constexpr (PINGPONG) {
+            if (item % 2 != owner) {
+                ring.skip(s.count);
+                continue;
+            }
+            // A parity only tells odd from even, so look at the ring only once the other has gone past.
+            if (item > 0) barrier_wait(shared.turn(owner), (owner == 0 ? mine - 1 : mine) & 1);
+            ++mine;
+        }
+        float acc[MI][BN / 2];  // first written by a wgmma that ignores what it held
+        multiply(acc, s.count, ring, shared, owner, lane);
+        if constexpr (PARTIAL) {
+            const int part = rank * TILE_OWNERS + (PINGPONG ? 0 : owner);
+            if (!gather(acc, args, s, part, BLOCKS * TILE_OWNERS, thread, bar, flag)) continue;
+        }
+        int row, column;
+        raster(args, s.tile, row, column);
+        const int m = (row * CLUSTER_M + (CLUSTER_M > 1 ? rank : 0)) * BM;
+        const int n = (column * CLUSTER_N + (CLUSTER_N > 1 ? rank : 0)) * BN;
+#pragma unroll
+        for (int mi = 0; mi < MI; ++mi)
+#pragma unroll
+            for (int x = 0; x < BN; x += 64) {
+                const u32 at = shared.store(owner, buffer);
+                if (thread == 0) tma_store_wait<STORE_BUFFERS - 1>();
+                named_sync(bar, 128);
+                stage_columns(acc[mi], x, at, warp, lane);
+                fence_async_proxy();
+                named_sync(bar, 128);
+                if (thread == 0)
+                    store_columns(c, args, shifts, at, m, n, ((PINGPONG ? 0 : owner) * MI + mi) * 64, x);
+                buffer = buffer + 1 == STORE_BUFFERS ? 0 : buffer + 1;
+            }
+    }
+    if (thread == 0) tma_store_wait<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gemm(const __grid_constant__ TensorMaps a, const __grid_constant__ TensorMaps b,
+         const __grid_constant__ TensorMaps c, const __grid_constant__ WorkArgs args,
+         const __grid_constant__ Shifts shifts) {
+    extern __shared__ unsigned char raw[];
+    // Swizzle atoms need 1024-byte alignment, the same in all blocks of the cluster.
+    const u32 start = smem_address(raw);
+    const Shared shared{(start + 1023) & ~1023u};
+    volatile int* const flags = reinterpret_cast<volatile int*>(raw + (shared.base - start) + OFFSET_FLAGS);
+    const int rank = BLOCKS == 1 ? 0 : cluster_rank();
+    const int cluster = blockIdx.x / BLOCKS, clusters = gridDim.x / BLOCKS;
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared.full(i), 1);
+            barrier_init(shared.empty(i), 4 * TILE_OWNERS * BLOCKS);  // a lane of each warp that reads the stage
+        }
+        barrier_init(shared.turn(0), 4);
+        barrier_init(shared.turn(1), 4);
+        barrier_init_fence();
+#pragma unroll
+        for (int i = 0; i < RESIDUES; ++i) {
+            prefetch_map(&a.map[i]);
+            prefetch_map(&b.map[i]);
+        }
+    }
+    if constexpr (BLOCKS == 1)
+        __syncthreads();
+    else
+        cluster_sync();
+
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
+    if (group == 0) {
+        registers_down<PRODUCER_REGS>();
+        if (threadIdx.x == 0) produce(a, b, args, shifts, shared, cluster, clusters, rank);
+        __syncwarp();
+    } else {
+        registers_up<CONSUMER_REGS>();
+        consume(c, args, shifts, shared, cluster, clusters, rank, group - 1, flags + (group - 1));
+    }
+    // A block must not leave while its neighbour may still write to it or arrive at its barriers.
+    if constexpr (BLOCKS > 1) cluster_sync();
+}

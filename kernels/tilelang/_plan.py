@@ -1,0 +1,125 @@
+"""What the GEMM kernels share on the host: rules of TMA, the ranking of tiles, and how tiles are split.
+
+Touches no GPU and imports no DSL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from dsl_bench.plugin import Case
+
+#: shared memory a block may use on sm_90, bytes
+SMEM_LIMIT = 232448
+#: SMs of an H200; the cost model ranks with it, grids use the device's own number
+SMS = 132
+#: TileLang's names of the element types
+ELEMENT = {"bf16": "bfloat16", "fp16": "float16"}
+#: hand-specialised kernels: TileLang must not specialise them a second time
+BY_HAND = {"tl.disable_warp_specialized": True}
+
+#: FLOP a clock of one SM, dense bf16 and fp16
+_FLOP = 4096
+#: bytes a clock of one SM from shared memory and from L2
+_SMEM_BYTES, _L2_BYTES = 128, 64
+#: clocks until the first operand of a block has come, and from the last product to the stored tile
+_START, _FINISH = 1500, 600
+#: clocks that a split tile costs its last owner: a partial written, a fence, the others' read
+_FIXUP = 3000
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def tma_reason(k: int, n: int) -> str | None:
+    """Why TMA cannot take rows of k and of n elements of 2 bytes, or None."""
+    for name, length in (("K", k), ("N", n)):
+        if length % 8:
+            return f"{name}={length}: TMA needs rows that start on 16 bytes, so {name} divisible by 8"
+    return None
+
+
+def size_reason(*counts: int) -> str | None:
+    """Why 32-bit indices cannot walk tensors of these element counts, or None."""
+    if max(counts) >= 2**31:
+        return f"{max(counts)} elements are too many for 32-bit indices"
+    return None
+
+
+def smem_reason(nbytes: int) -> str | None:
+    """Why a block cannot have ``nbytes`` of shared memory (barriers apart), or None."""
+    if nbytes + 1024 > SMEM_LIMIT:
+        return f"{nbytes} bytes of shared memory, over {SMEM_LIMIT}"
+    return None
+
+
+def chunk(bn: int) -> int:
+    """Columns of C that are staged at a time: 64 (one 128-byte swizzle atom) where they divide the tile."""
+    return 64 if bn % 64 == 0 else bn
+
+
+def ring_bytes(bm: int, bn: int, bk: int, stages: int) -> int:
+    """Bytes of the operand ring."""
+    return stages * (bm + bn) * bk * 2
+
+
+def staging_bytes(bm: int, bn: int) -> int:
+    """Bytes of C staging in the persistent kernels: two buffers of a 64-column chunk, or one whole tile."""
+    width = chunk(bn)
+    return bm * width * 2 * (2 if width < bn else 1)
+
+
+def step_clocks(bm: int, bn: int, bk: int) -> float:
+    """Clocks of one K step of a tile: the slowest of tensor cores, shared memory and L2."""
+    math = 2 * bm * bn * bk / _FLOP
+    shared = (bk / 16) * (bm / 64) * (64 + bn) * 32 / _SMEM_BYTES
+    return max(math, shared, (bm + bn) * bk * 2 / _L2_BYTES)
+
+
+def tile_clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool) -> float:
+    """Clocks of one whole tile, epilogue and (where nothing hides it) the start included."""
+    work = cdiv(case["k"], bk) * step_clocks(bm, bn, bk)
+    return work + _FINISH + bm * bn / 64 + (0 if persistent else _START)
+
+
+def clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool = True) -> float:
+    """Clocks of the product: waves of whole tiles over all SMs."""
+    tiles = cdiv(case["m"], bm) * cdiv(case["n"], bn)
+    return cdiv(tiles, SMS) * tile_clocks(case, bm, bn, bk, persistent) + _START
+
+
+def split_clocks(case: Case, bm: int, bn: int, bk: int) -> float:
+    """Clocks of the product when the last tiles are split evenly over all SMs."""
+    tiles = cdiv(case["m"], bm) * cdiv(case["n"], bn)
+    return tiles / SMS * tile_clocks(case, bm, bn, bk, True) + _START + _FIXUP + bm * bn / 8
+
+
+def split_plan(tiles: int, iters: int, ctas: int, waves: int) -> tuple[int, int]:
+    """(tiles that are done whole, K steps a block takes of the others).
+
+    The split part is the ragged last wave and ``waves`` full waves before it; 0 steps where the tiles come
+    out even, or where there would be nothing left to win.
+    """
+    ragged = tiles % ctas
+    if ragged == 0:
+        return tiles, 0
+    whole = max(0, tiles - ragged - waves * ctas)
+    return whole, cdiv((tiles - whole) * iters, ctas)
+
+
+def best_tiles(
+    case: Case,
+    configs: Iterable[dict[str, Any]],
+    valid: Callable[[Case, Mapping[str, Any]], str | None],
+    cost: Callable[[Case, Mapping[str, Any]], float],
+) -> list[dict[str, Any]]:
+    """The cheapest valid config of each tile shape, best first; where none is valid, the first given."""
+    given = list(configs)
+    usable = sorted((c for c in given if valid(case, c) is None), key=lambda c: cost(case, c))
+    best: dict[tuple[int, int], dict[str, Any]] = {}
+    for config in usable:
+        best.setdefault((config["bm"], config["bn"]), config)
+    return list(best.values()) or given[:1]

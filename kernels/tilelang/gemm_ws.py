@@ -1,0 +1,255 @@
+"""``tilelang/gemm_ws``: C = A·Bᵀ by persistent blocks with roles written by hand, bf16 or fp16, fp32 sum.
+
+A producer warpgroup feeds a ring of A and B tiles by TMA and runs ahead into the next output tile while two
+(or one) consumer warpgroups drain the last. Consumers keep one wgmma batch in flight: a ring slot is released
+one step late, when the batch that read it is known to be done. C leaves in 64-column chunks through two
+buffers; its TMA stores run beneath the next tile's products. With ``cluster`` = 2, two blocks take tiles one
+above the other and share the B tile by TMA multicast. Shapes are symbolic: one binary serves every size.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tilelang.language as T
+from dsl_bench.kernels.tilelang import _plan as plan
+from tilelang.layout import make_swizzled_layout
+
+from dsl_bench.backends.tilelang import TilelangSource
+from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
+
+SPACE = {
+    "bm": (128, 256, 64),
+    "bn": (256, 128, 64, 160, 176, 192, 208, 224),
+    "stages": (4, 3, 5, 6),
+    "cluster": (1, 2),
+    "group": (8, 16, 4),
+}
+BK = 64
+
+
+def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool = False) -> Any:
+    """The prim_func (a [m, k], b [n, k], c [m, n], blocks, rows of tiles a band of the raster).
+
+    Roles stand in the two arms of one ``if``: between two separate regions TileLang would put a barrier for
+    the whole block. ``full`` counts the producer's threads and the bytes of both tiles; ``empty`` one arrival
+    a consumer warp, of both blocks in a cluster, since one block's multicast writes the other's ring.
+    ``direct`` stores C by plain predicated stores, for rows that TMA cannot take."""
+    m, n, k = T.dynamic("m"), T.dynamic("n"), T.dynamic("k")
+    groups = 1 if bm == 64 else 2
+    math = 128 * groups
+    width = plan.chunk(bn)
+    buffers = 2 if width < bn else 1
+    pair = cluster == 2
+
+    @T.prim_func
+    def gemm(
+        a: T.Tensor((m, k), dtype),
+        b: T.Tensor((n, k), dtype),
+        c: T.Tensor((m, n), dtype),
+        blocks: T.int32,
+        band: T.int32,
+    ):
+        with T.Kernel(blocks, threads=128 + math, cluster_dims=(cluster, 1, 1)) as block:
+            a_ring = T.alloc_shared((stages, bm, BK), dtype)
+            b_ring = T.alloc_shared((stages, bn, BK), dtype)
+            staged = T.alloc_shared((buffers, bm, width), dtype)
+            acc = T.alloc_fragment((bm, bn), "float32")
+            T.annotate_layout({x: make_swizzled_layout(x) for x in (a_ring, b_ring, staged)})
+            full = T.alloc_barrier([128] * stages)
+            if pair:
+                empty = T.alloc_cluster_barrier([4 * groups * cluster] * stages)
+            else:
+                empty = T.alloc_barrier([4 * groups] * stages)
+            slot = T.alloc_var("int32", init=0)
+            phase = T.alloc_var("int32", init=0)
+            held = T.alloc_var("int32", init=0)
+            tile = T.alloc_var("int32")
+            rows, cols, steps = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            row, col, rank = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            index, inside, high = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            rows = T.ceildiv(T.ceildiv(m, bm), cluster)
+            cols = T.ceildiv(n, bn)
+            steps = T.ceildiv(k, BK)
+            rank = block % cluster
+            tile = block // cluster
+            if T.get_thread_binding() < 128:
+                T.set_max_nreg(24, 0)
+                while tile < rows * cols:
+                    index = T.truncdiv(tile, band * cols)
+                    inside = tile - index * band * cols
+                    high = T.min(rows - index * band, band)
+                    col = T.truncdiv(inside, high)
+                    row = (index * band + inside - col * high) * cluster + rank
+                    for step in T.serial(steps):
+                        T.barrier_wait(empty[slot], phase ^ 1)
+                        T.tma_copy(
+                            a[row * bm : row * bm + bm, step * BK : step * BK + BK],
+                            a_ring[slot, :, :],
+                            barrier=full[slot],
+                        )
+                        if pair:
+                            T.tma_copy(
+                                b[col * bn : col * bn + bn, step * BK : step * BK + BK],
+                                b_ring[slot, :, :],
+                                barrier=full[slot],
+                                cluster_mask=3,
+                            )
+                        else:
+                            T.tma_copy(
+                                b[col * bn : col * bn + bn, step * BK : step * BK + BK],
+                                b_ring[slot, :, :],
+                                barrier=full[slot],
+                            )
+                        T.barrier_arrive(full[slot])
+                        slot = slot + 1
+                        if slot == stages:
+                            slot = 0
+                            phase = phase ^ 1
+                    tile = tile + T.truncdiv(blocks, cluster)
+            else:
+                T.set_max_nreg(240, 1)
+                while tile < rows * cols:
+                    index = T.truncdiv(tile, band * cols)
+                    inside = tile - index * band * cols
+                    high = T.min(rows - index * band, band)
+                    col = T.truncdiv(inside, high)
+                    row = (index * band + inside - col * high) * cluster + rank
+                    for step in T.serial(steps):
+                        T.barrier_wait(full[slot], phase)
+                        T.wgmma_gemm(
+                            a_ring[slot, :, :],
+                            b_ring[slot, :, :],
+                            acc,
+                            transpose_B=True,
+                            policy=T.GemmWarpPolicy.FullRow,
+                            clear_accum=(step == 0),
+                        )
+                        T.wait_wgmma(1)
+                        if step > 0:
+                            if T.shuffle_elect(32):
+                                T.barrier_arrive(empty[held])
+                                if pair:
+                                    T.mbarrier_arrive(empty[held], rank ^ 1)
+                        held = slot
+                        slot = slot + 1
+                        if slot == stages:
+                            slot = 0
+                            phase = phase ^ 1
+                    T.wait_wgmma(0)
+                    T.warpgroup_fence_operand(acc, num_regs=bm * bn // math)
+                    if T.shuffle_elect(32):
+                        T.barrier_arrive(empty[held])
+                        if pair:
+                            T.mbarrier_arrive(empty[held], rank ^ 1)
+                    for part in T.unroll(bn // width):
+                        left = col * bn + part * width
+                        T.tma_store_wait(buffers - 1)  # the buffer's last store has read it
+                        T.sync_threads(1, math)
+                        T.copy(acc[0:bm, part * width : part * width + width], staged[part % buffers, :, :])
+                        T.fence_proxy_async()
+                        T.sync_threads(1, math)
+                        if direct:
+                            for i, j in T.Parallel(bm, width, coalesced_width=T.int32(1)):
+                                c[row * bm + i, left + j] = staged[part % buffers, i, j]
+                        else:
+                            T.tma_copy(
+                                staged[part % buffers, :, :],
+                                c[row * bm : row * bm + bm, left : left + width],
+                            )
+                    tile = tile + T.truncdiv(blocks, cluster)
+                T.tma_store_wait(0)
+            if pair:
+                T.cluster_sync()  # a block that leaves takes its barriers along
+
+    return gemm
+
+
+def static(case: Case, config: Config) -> Static:
+    """Tile, ring, cluster and element type; sizes, grid and raster stay runtime values."""
+    baked = {name: config[name] for name in ("bm", "bn", "stages", "cluster")}
+    return {**baked, "dtype": plan.ELEMENT[case.dtype]}
+
+
+def source(static: Static, arch: str) -> TilelangSource:
+    """The prim_func for one specialisation."""
+    return TilelangSource(build, dict(static), plan.BY_HAND)
+
+
+def bind(
+    module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> Call:
+    """As many blocks as there are SMs, or tiles."""
+    bm, bn, cluster = (int(config[x]) for x in ("bm", "bn", "cluster"))
+    tiles = plan.cdiv(plan.cdiv(case["m"], bm), cluster) * plan.cdiv(case["n"], bn)
+    blocks = min(module.sms // cluster, tiles) * cluster
+    run = module.launcher(inputs["a"], inputs["b"], outputs["c"], blocks, int(config["group"]) // cluster)
+    return Call(run)
+
+
+def valid(case: Case, config: Config) -> str | None:
+    """Rules of TMA, shared memory and registers; then what is never worth a trial."""
+    bm, bn, stages, cluster = (int(config[x]) for x in ("bm", "bn", "stages", "cluster"))
+    m, n, k = case["m"], case["n"], case["k"]
+    if m <= 16:
+        return f"M={m}: three quarters of wgmma's rows would be empty; gemm_skinny swaps the operands"
+    if reason := plan.tma_reason(k, n) or plan.size_reason(m * k, n * k, m * n):
+        return reason
+    if bm == 256 and bn > 128:
+        return "256 rows leave registers for 128 columns of fp32 sums"
+    smem = plan.ring_bytes(bm, bn, BK, stages) + plan.staging_bytes(bm, bn)
+    if reason := plan.smem_reason(smem):
+        return reason
+    if cluster == 2 and m <= bm:
+        return "a cluster shares B between two rows of tiles, and there is one"
+    if int(config["group"]) != 8 and plan.cdiv(m, bm) <= 8:
+        return "the raster's bands are no shorter than the matrix: all heights are the same"
+    return None
+
+
+def cost(case: Case, config: Config) -> float:
+    """Estimated clocks; a ring that could be deeper counts against a config."""
+    bm, bn, stages, cluster = (int(config[x]) for x in ("bm", "bn", "stages", "cluster"))
+    fuller = plan.ring_bytes(bm, bn, BK, stages + 1) + plan.staging_bytes(bm, bn) + 1024 <= plan.SMEM_LIMIT
+    even = plan.cdiv(plan.cdiv(case["m"], bm), cluster) * cluster / plan.cdiv(case["m"], bm)
+    return plan.clocks(case, bm, bn, BK) * (1.01 if fuller and stages < 4 else 1.0) * even
+
+
+def _ranked(case: Case) -> list[dict[str, Any]]:
+    shapes = itertools.product(SPACE["bm"], SPACE["bn"], SPACE["stages"])
+    configs = ({"bm": bm, "bn": bn, "stages": stages, "cluster": 1, "group": 8} for bm, bn, stages in shapes)
+    return plan.best_tiles(case, configs, valid, cost)
+
+
+def default(case: Case) -> Config:
+    """The tile with the fewest estimated clocks."""
+    return _ranked(case)[0]
+
+
+def seeds(case: Case) -> Sequence[Config]:
+    """The best tile with multicast and with a taller band, then the next best tiles."""
+    best, *others = _ranked(case)[:4]
+    return [
+        {**best, "cluster": 2},
+        {**best, "group": 16},
+        *others,
+        *({**o, "cluster": 2} for o in others[:1]),
+    ]
+
+
+KERNELS = (
+    Kernel(
+        id="tilelang/gemm_ws",
+        workload="gemm",
+        space=SPACE,
+        default=default,
+        seeds=seeds,
+        valid=valid,
+        static=static,
+        source=source,
+        bind=bind,
+        needs=Needs(archs=("sm_90a",), packages=("tilelang>=0.1.15",)),
+        files=("_plan.py",),
+        summary="persistent, producer and consumers by hand, TMA stores beneath the next tile",
+    ),
+)

@@ -1,0 +1,190 @@
+"""``triton/gemm``: C = A·Bᵀ by output tiles, both operands by tensor map, bf16 or fp16 in and out, fp32 sum.
+
+Four forms of one algorithm: ``tile`` (a block a tile), ``persistent`` (blocks walk tiles), ``flat`` (the same
+with tile and K loop fused, so that the loads of the next tile start beneath the epilogue) and ``ws`` (blocks
+walk tiles, warp-specialised by Triton: a producer and two consumer warpgroups; Triton 3.6 only).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from dsl_bench.backends.triton import TritonSource
+from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
+
+from . import _common as common
+from ._common import store_masked, store_tile, tile_at
+
+SPACE = {
+    "form": ("flat", "ws", "persistent", "tile"),
+    "bm": (128, 256, 64),
+    "bn": (256, 128, 64),
+    "bk": (64, 128),
+    "warps": (8, 4),
+    "stages": (3, 4, 5, 6),
+    "group": (8, 16),
+    "sub": (1, 2),
+}
+
+
+@triton.jit
+def gemm_tile(
+    a, b, c, m, n, k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """One tile of C a block. a [m, k], b [n, k] and c [m, n] are descriptors."""
+    i, j = tile_at(tl.program_id(0), tl.cdiv(m, BM), tl.cdiv(n, BN), GROUP)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for step in range(tl.cdiv(k, BK)):
+        x = a.load([i * BM, step * BK])
+        y = b.load([j * BN, step * BK])
+        acc = tl.dot(x, y.T, acc)
+    store_tile(c, acc, i * BM, j * BN, BM, BN, SUB)
+
+
+@triton.jit
+def gemm_persistent(
+    a, b, c, m, n, k,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr,
+    FLAT: tl.constexpr, WS: tl.constexpr, POINTER: tl.constexpr,
+):  # fmt: skip
+    """Every block takes each num_programs-th tile. a [m, k] and b [n, k] are descriptors; c [m, n] is one too
+    or, with POINTER, a plain pointer."""
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN)
+    tiles = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT, warp_specialize=WS):
+        i, j = tile_at(tile, tiles_m, tiles_n, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(tl.cdiv(k, BK)):
+            x = a.load([i * BM, step * BK])
+            y = b.load([j * BN, step * BK])
+            acc = tl.dot(x, y.T, acc)
+        if POINTER:
+            store_masked(c, acc, i * BM, j * BN, m, n, BM, BN)
+        else:
+            store_tile(c, acc, i * BM, j * BN, BM, BN, SUB)
+
+
+def static(case: Case, config: Config) -> Static:
+    """The whole config, and for pointer stores what divides a row of C; shapes stay runtime values."""
+    divisor = common.divisor(case["n"]) if config["form"] == "ws" else 0
+    return {**{x: config[x] for x in SPACE}, "dtype": case.dtype, "n_div": divisor}
+
+
+def source(static: Static, arch: str) -> TritonSource:
+    """The form's function for one specialisation."""
+    bm, bn, bk, sub, form = (static[x] for x in ("bm", "bn", "bk", "sub", "form"))
+    t = common.element(static["dtype"])
+    ws = form == "ws"
+    walks = {"FLAT": form == "flat", "WS": ws, "POINTER": ws} if form != "tile" else {}
+    return TritonSource(
+        fn=gemm_persistent if walks else gemm_tile,
+        signature={
+            "a": f"tensordesc<{t}[{bm},{bk}]>",
+            "b": f"tensordesc<{t}[{bn},{bk}]>",
+            "c": f"*{t}" if ws else f"tensordesc<{t}[{bm},{bn // sub}]>",
+            **dict.fromkeys(("m", "n", "k"), "i32"),
+        },
+        constexprs={"BM": bm, "BN": bn, "BK": bk, "GROUP": static["group"], "SUB": sub, **walks},
+        # Triton's warp specialisation cannot split a descriptor store between two consumers
+        attrs={"c": 16, "n": static["n_div"]} if ws else {},
+        options={"num_warps": static["warps"], "num_stages": static["stages"]},
+    )
+
+
+def bind(
+    module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> Call:
+    """Descriptors and grid: a block a tile, or as many blocks as fit on the device at once."""
+    bm, bn, bk = (int(config[x]) for x in ("bm", "bn", "bk"))
+    tiles = common.tiles(case, config)
+    c = outputs["c"]
+    run = module.launcher(
+        (tiles if config["form"] == "tile" else min(tiles, module.sms * module.blocks_per_sm),),
+        common.descriptor(inputs["a"], bm, bk),
+        common.descriptor(inputs["b"], bn, bk),
+        c if config["form"] == "ws" else common.descriptor(c, bm, bn // int(config["sub"])),
+        case["m"],
+        case["n"],
+        case["k"],
+    )
+    return Call(run)
+
+
+def _smem(config: Mapping[str, Any]) -> int:
+    """Shared memory in bytes: the ring, and where loads run beneath the epilogue also the staged C."""
+    bm, bn = config["bm"], config["bn"]
+    ring = config["stages"] * (bm + bn) * config["bk"] * 2
+    staged = bm * bn * 2 // config["sub"]
+    if config["form"] == "tile":
+        return max(ring, staged) + 256
+    return ring + (bm * bn if config["form"] == "ws" else staged) + 512
+
+
+def valid(case: Case, config: Config) -> str | None:
+    """Rules of tensor maps, shared memory and registers, then those of each form."""
+    reason = common.tma_reason(K=case["k"], N=case["n"]) or common.tile_reason(config)
+    reason = reason or common.size_reason(case, config)
+    if reason:
+        return reason
+    smem = _smem(config)
+    if smem > common.SMEM_LIMIT:
+        return f"about {smem} bytes of shared memory, over {common.SMEM_LIMIT}"
+    return _form_reason(config) or common.pipeline_reason(config, smem)
+
+
+def _form_reason(config: Config) -> str | None:
+    form, area = config["form"], int(config["bm"]) * int(config["bn"])
+    if form == "ws":
+        return common.WS_HANGS
+    if form == "persistent" and area < 16384:
+        return "small tiles: one block a tile, or loads beneath the epilogue, but not neither"
+    if config["sub"] == 2 and area < 32768:
+        return "a small C tile needs no slicing"
+    if config["sub"] == 2 and form == "tile":
+        return "without loads beneath the epilogue slicing C saves nothing"
+    return None
+
+
+def _cost(case: Case, config: Mapping[str, Any]) -> float:
+    """Estimated µs: waves of tiles at the tile's rate, and what each form leaves of prologue and epilogue."""
+    form = config["form"]
+    fit = common.fitting(_smem(config), config, 12 if form == "ws" else int(config["warps"]))
+    time = common.wave_time(case, config, fit)
+    exposed = {"flat": 0.3, "ws": 0.35, "persistent": 0.8, "tile": 1.2}[form] / fit
+    return time + exposed * common.waves(common.tiles(case, config), common.SMS * fit) + 3.0
+
+
+def seeds(case: Case) -> Sequence[Config]:
+    """The best of each tile and form by the cost model, best first."""
+    return common.ranked(
+        (c for c in KERNEL.configs() if valid(case, c) is None),
+        lambda c: _cost(case, c),
+        lambda c: (c["form"], c["bm"], c["bn"]),
+        8,
+    )
+
+
+def default(case: Case) -> Config:
+    """The cost model's first choice, or the usual tile where no config is valid."""
+    return next(iter(seeds(case)), {name: values[0] for name, values in SPACE.items()})
+
+
+KERNEL = Kernel(
+    id="triton/gemm",
+    workload="gemm",
+    space=SPACE,
+    default=default,
+    seeds=seeds,
+    valid=valid,
+    static=static,
+    source=source,
+    bind=bind,
+    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
+    files=("_common.py",),
+    summary="tiles of C by tensor maps: persistent, flattened, warp-specialised or one block a tile",
+)
+KERNELS = (KERNEL,)

@@ -1,0 +1,59 @@
+"""How much of the GPU worker's time is measuring: `make bench-harness`, on a machine with a GPU.
+
+Tunes the quick cases twice with the same seed. The first sweep compiles; of the second, whose artifacts are all
+there, the worker's seconds are shown by activity, and at least ``LEAST`` of them must be checks, warm-up and timing.
+Idle gaps that the cold regime asks for are left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dsl_bench import environment, store, tables
+from dsl_bench.records import Ledger
+
+LEAST = 0.70
+MEASURING = ("check", "warm", "time")
+SWEEP = ("tune", "gemm", "--group", "quick", "--trials", "12", "--seed", "0")
+
+
+def sweep(out: Path) -> Ledger:
+    """One sweep's ledger."""
+    code = "from dsl_bench.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *SWEEP, "--out", str(out)], stdout=subprocess.DEVNULL)
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"the sweep ended with exit code {done.returncode}")
+    found, _ = store.read([out])
+    return next(r for r in reversed(found) if isinstance(r, Ledger))
+
+
+def main() -> int:
+    """Print the table and the verdict; exit 1 below the bound, 3 without a GPU."""
+    if not environment.collect().get("gpu"):
+        print("bench-harness: no GPU here")
+        return 3
+    with tempfile.TemporaryDirectory() as folder:
+        sweep(Path(folder) / "first.jsonl")
+        ledger = sweep(Path(folder) / "second.jsonl")
+    seconds = dict(ledger.device)
+    gap = seconds.pop("gap", 0.0)
+    job = seconds.pop("job", sum(seconds.values())) - gap
+    measuring = sum(seconds.get(name, 0.0) for name in MEASURING) - gap
+    rows = [{"activity": name, "seconds": s, "share": s / job} for name, s in sorted(seconds.items())]
+    rows.append({"activity": "all jobs, idle gaps left out", "seconds": job, "share": 1.0})
+    rows.append(
+        {"activity": "the command, compiling and planning too", "seconds": ledger.wall, "share": None}
+    )
+    print(tables.render(rows, "table"))
+    share = measuring / job
+    print(
+        f"\nmeasuring: {share:.1%} of the worker's time (at least {LEAST:.0%}); {ledger.misses} compiled anew"
+    )
+    return 0 if share >= LEAST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The TileLang backend and GEMM kernels without a GPU: plans, the split's arithmetic, three compilations."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from dsl_bench.backends.tilelang import BACKEND
+from dsl_bench.codegen import cubin_facts
+from dsl_bench.workloads.gemm import WORKLOAD
+
+READY = BACKEND.probe("compile")
+pytestmark = pytest.mark.skipif(not READY.ready, reason=READY.reason or "ready")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return {kernel.id.partition("/")[2]: kernel for kernel in BACKEND.kernels()}
+
+
+def case_of(m, n, k, dtype="bf16"):
+    return WORKLOAD.parse_case({"m": str(m), "n": str(n), "k": str(k), "dtype": dtype})
+
+
+def build(kernel, case, config, folder):
+    static = kernel.static(case, config)
+    return BACKEND.compile(kernel.source(static, "sm_90a"), "sm_90a", folder)
+
+
+def facts_of(artifact, folder=None):
+    path = (folder or artifact.folder) / artifact.cubin
+    return cubin_facts(path, "" if folder else artifact.entry, threads=artifact.meta["threads"])
+
+
+def test_every_case_has_a_kernel_whose_first_guess_is_valid(kernels):
+    for case in WORKLOAD.cases():
+        able = [i for i, k in kernels.items() if k.valid(case, k.default(case)) is None]
+        assert able, case.name
+
+
+def test_configs_come_from_the_space(kernels):
+    for case, kernel in itertools.product(WORKLOAD.cases(), kernels.values()):
+        for config in (kernel.default(case), *kernel.seeds(case)):
+            assert config.keys() == kernel.space.keys()
+            assert all(value in kernel.space[name] for name, value in config.items()), (kernel.id, config)
+
+
+def test_no_binary_depends_on_the_size(kernels):
+    for name in ("gemm", "gemm_ws", "gemm_splitk"):
+        kernel = kernels[name]
+        config = kernel.default(case_of(4096, 4096, 4096))
+        assert kernel.static(case_of(4096, 4096, 4096), config) == kernel.static(
+            case_of(1000, 3000, 5000), config
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "word"),
+    [
+        ("gemm", (1023, 1021, 1019), "16 bytes"),
+        ("gemm", (128, 128, 64), "#2566"),
+        ("gemm_ws", (2047, 2049, 2051), "16 bytes"),
+        ("gemm_splitk", (16, 8192, 8192), "gemm_skinny"),
+        ("gemm_skinny", (4096, 4096, 4096), "at most 128"),
+        ("gemm_unaligned", (4096, 4096, 4096), "no copy"),
+        ("gemv", (16, 4096, 4096), "one token"),
+    ],
+)
+def test_refusals_say_why(kernels, name, size, word):
+    case = case_of(*size)
+    reason = kernels[name].valid(case, kernels[name].default(case))
+    assert reason is not None and word in reason
+
+
+def units_of_block(block, tiles, steps, blocks, whole, quota):
+    """(tile, first step, steps) that a block does, in its order: the arithmetic of _streamk's loops."""
+    unit, tile = block * quota, block
+    stop = min(unit + quota, (tiles - whole) * steps)
+    while unit < stop or tile < whole:
+        if unit < stop:
+            now = whole + unit // steps
+            first = unit - (now - whole) * steps
+            take = min(steps - first, stop - unit)
+            unit += take
+        else:
+            now, first, take, tile = tile, 0, steps, tile + blocks
+        yield now, first, take
+
+
+@pytest.mark.parametrize("waves", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("tiles", "steps"), [(48, 32), (133, 7), (288, 112), (5, 64), (264, 3), (1, 500), (400, 5)]
+)
+def test_split_covers_every_step_once_and_finds_every_part(kernels, tiles, steps, waves):
+    from dsl_bench.kernels.tilelang import _plan as plan
+
+    blocks = min(132, tiles * steps)
+    whole, quota = (0, plan.cdiv(tiles * steps, blocks))
+    if waves >= 0:
+        whole, quota = plan.split_plan(tiles, steps, blocks, waves)
+    done: dict[int, list[int]] = {t: [] for t in range(tiles)}
+    parts: dict[int, list[int]] = {}
+    slots: set[int] = set()
+    for block in range(blocks):
+        for tile, first, take in units_of_block(block, tiles, steps, blocks, whole, quota):
+            done[tile].extend(range(first, first + take))
+            if take < steps:
+                slot = 2 * block + (first == 0)
+                assert slot not in slots, "a slot is written once a launch"
+                slots.add(slot)
+                parts.setdefault(tile, []).append(slot)
+    assert all(sorted(d) == list(range(steps)) for d in done.values())
+    for tile, wrote in parts.items():
+        start, owner, read = (tile - whole) * steps, (tile - whole) * steps // quota, []
+        while owner * quota < start + steps:
+            read.append(2 * owner + (owner * quota <= start))
+            owner += 1
+        assert sorted(read) == sorted(wrote), tile
+
+
+@pytest.mark.slow
+def test_persistent_kernel_with_multicast(kernels, tmp_path):
+    kernel, case = kernels["gemm_ws"], case_of(4096, 4096, 4096)
+    config = {"bm": 128, "bn": 256, "stages": 4, "cluster": 2, "group": 8}
+    assert kernel.valid(case, config) is None
+    artifact = build(kernel, case, config, tmp_path)
+    facts = facts_of(artifact)
+    assert facts.registers == 168 and facts.stack == 0
+    assert artifact.meta["threads"] == 384 and artifact.meta["smem"] == 229376
+    assert facts.sass["USETMAXREG"] == 2 and facts.sass["UTMASTG"] == 4 and facts.sass["UTMALDG"] >= 2
+    assert facts.sass["HGMMA"] % 4 == 0 and not facts.sass.get("LDL", 0) and not facts.sass.get("STL", 0)
+    text = (tmp_path / "kernel.cu").read_text()
+    assert "64, 256, 16," in text and "wait_wgmma<1>" in text and "tma_load_multicast" in text
+    # a barrier of the whole block between the roles would stop the producer from running ahead
+    assert "__syncthreads" not in text[text.index("warpgroup_reg_dealloc") :]
+    assert not list(tmp_path.glob("cache*")), "TileLang's cache must not stay in the artifact"
+
+
+@pytest.mark.slow
+def test_unaligned_kernel_predicates_what_tma_cannot_clip(kernels, tmp_path):
+    kernel, case = kernels["gemm_unaligned"], case_of(2047, 2049, 2051)
+    artifact = build(kernel, case, kernel.default(case), tmp_path)
+    product, copy = facts_of(artifact), facts_of(artifact, tmp_path / "extra0")
+    assert product.stack == 0 and product.sass["STG"] and "UTMASTG" not in product.sass
+    assert copy.sass["UTMASTG"] and copy.stack == 0
+    stores = (tmp_path / "kernel.cu").read_text()
+    assert re.search(r"< n\)", stores) and re.search(r"< \(m \+ \d+\)\)", stores)
+    loads = (tmp_path / "extra0" / "kernel.cu").read_text()
+    assert "< k)" in loads and "< m)" in loads and "< n)" in loads and "bfloat16_t(0x0p+0f" in loads
+
+
+@pytest.mark.slow
+def test_library_loads_without_compiling(kernels, tmp_path, monkeypatch):
+    kernel, case = kernels["gemm"], case_of(512, 512, 512, "fp16")
+    artifact = build(kernel, case, {"bm": 128, "bn": 176, "stages": 4, "panel": 10}, tmp_path)
+    facts = facts_of(artifact)
+    assert facts.stack == 0 and facts.sass["USETMAXREG"] == 2 and facts.sass["UTMASTG"]
+    assert "64, 176, 16," in (tmp_path / "kernel.cu").read_text()
+
+    from tilelang import tvm
+
+    monkeypatch.setattr("tilelang.contrib.nvcc.compile_cuda", None)
+    library = tvm.runtime.load_module(str(tmp_path / "kernel.so"))
+    call = library.get_function(artifact.meta["symbol"])
+    torch = pytest.importorskip("torch")
+    wrong = torch.zeros(8, 8, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="device_type mismatch"):  # the host code runs, and refuses the CPU
+        call(wrong, wrong, wrong)
+
+
+def test_probe_is_honest():
+    assert BACKEND.probe("interpret").reason == "TileLang has no interpreter"
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        assert "libcuda" in BACKEND.probe("device").reason
+    versions = BACKEND.versions()
+    assert versions["tilelang"] and re.fullmatch(r"\d+\.\d+\.\d+", versions["nvcc"])
+
+
+def test_kernel_folder_on_the_path_explains_itself():
+    folder = Path(importlib.util.find_spec("dsl_bench.kernels.tilelang").origin)
+    with pytest.raises(ImportError, match=r"sys\.path"):
+        exec(compile(folder.read_text(), str(folder), "exec"), {"__name__": "tilelang"})
