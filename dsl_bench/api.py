@@ -115,7 +115,7 @@ def run(request: Request, show: Progressor | None = None) -> Report:
                             _on_device(session, request, name, cases, earlier, env, report)
                 else:
                     for name, cases in work.items():
-                        _offline(session, request, name, cases, target, report)
+                        _offline(session, request, name, cases, earlier, target, report)
             except KeyboardInterrupt:
                 report.interrupted = True
     return report
@@ -165,8 +165,8 @@ def _on_device(
     memory = Memory.of(known, session.catalog, gpu, earlier)
     runner = Runner(session, workload, memory, gpu)
     rivals = contenders(session.catalog, workload, request.backends, request.kernels)
-    whole = -1 if not request.race or session.settings.trials > 8 else 0
-    able = runner.prepare(cases, rivals, whole)
+    limit = session.settings.trials if session.settings.strategy == "random" else -1
+    able = runner.prepare(cases, rivals, limit)
     try:
         runner.prefetch(cases, able)
         runner.tune(cases, able, session.settings.trials, again=request.retune)
@@ -180,7 +180,13 @@ def _on_device(
 
 
 def _offline(
-    session: Session, request: Request, workload: str, cases: list[CaseRef], target: str, report: Report
+    session: Session,
+    request: Request,
+    workload: str,
+    cases: list[CaseRef],
+    earlier: list[Record],
+    target: str,
+    report: Report,
 ) -> None:
     catalog = session.catalog
     languages = [n for n, (_, b) in catalog.backends().items() if b.role == "language"]
@@ -189,10 +195,12 @@ def _offline(
         info = catalog.workload(workload)[1]
         chosen = [c for c in cases if "smoke" in c.groups or "own" in c.groups]
         smoke = chosen or [c for c in info.cases if "smoke" in c.groups]
-        report.failed += offline.interpret(session, workload, smoke, backends)
+        failed, unfinished = offline.interpret(session, workload, smoke, backends, earlier, request.kernels)
+        report.failed += failed
+        report.unfinished += unfinished
     if target in ("offline", "compile"):
         limit = session.settings.trials if target == "compile" else 1
-        report.failed += offline.compile_all(session, workload, cases, backends, limit, whole=limit > 8)
+        report.failed += offline.compile_all(session, workload, cases, backends, limit, request.kernels)
     if target == "offline":
         vendors = [n for n, (_, b) in catalog.backends().items() if b.role == "vendor"]
         offline.no_device(

@@ -313,7 +313,7 @@ def tune(
     group: Groups = None,
     case: Cases = None,
     cases: CaseFile = None,
-    strategy: Annotated[str, typer.Option(help="random or exhaustive")] = "random",
+    strategy: Annotated[str, typer.Option(help="random, local or exhaustive")] = "local",
     trials: Trials = 32,
     trial_seconds: Annotated[float, typer.Option(help="seconds of timing a trial")] = 0.02,
     time_limit: Limit = None,

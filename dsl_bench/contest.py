@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dsl_bench.catalog import Catalog
-from dsl_bench.jobs import Planned
+from dsl_bench.jobs import Included, Planned
 from dsl_bench.records import CaseRef, Choice, ConfigDict, Race, Record, Regime, Skip, Tuned
 from dsl_bench.session import Session
 from dsl_bench.strategies import Point
@@ -73,12 +73,20 @@ class Contest:
         self.session = session
         self._plans: dict[Slot, list[Planned]] = {}
 
-    def prepare(self, cases: Sequence[CaseRef], rivals: Sequence[Contender], limit: int) -> list[Contender]:
-        """Plan every contender's cases; returns those whose backend can run here, the others are skipped."""
+    def prepare(
+        self, cases: Sequence[CaseRef], rivals: Sequence[Contender], limit: int, memory: Memory
+    ) -> list[Contender]:
+        """Plan every contender's cases, the winners in ``memory`` included. Returns those whose backend can
+        run here; the others are recorded as skipped."""
+        known = [
+            Included(choice.kernel, case, choice.config)
+            for (case, _), tuned in memory.tuned.items()
+            for choice in tuned.near
+        ]
         able = [r for r in rivals if self._able(r, cases)]
         backends = sorted({r.backend for r in able})
         with ThreadPoolExecutor(max_workers=4) as threads:
-            planned = list(threads.map(lambda b: self.session.plan(b, cases, limit), backends))
+            planned = list(threads.map(lambda b: self.session.plan(b, cases, limit, (), known), backends))
         for rows in planned:
             for row in rows:
                 for rival in able:

@@ -94,8 +94,17 @@ class ParseCases(msgspec.Struct, frozen=True, tag="parse_cases"):
     given: list[dict[str, str]]
 
 
+class Included(msgspec.Struct, frozen=True):
+    """A config that must be among a case's candidates where it is valid: an earlier winner."""
+
+    kernel: str
+    case: str
+    config: ConfigDict
+
+
 class PlanJob(msgspec.Struct, frozen=True, tag="plan"):
-    """Which configs can do which cases. ``limit`` 0: default and seeds only; -1: all; else at most that."""
+    """Which configs can do which cases: the author's default and seeds, ``include``, and of the rest of the
+    space all (``limit`` -1) or a random sample, by ``seed``, until a kernel has ``limit`` candidates."""
 
     backend: Origin
     extra: tuple[Origin, ...]
@@ -103,6 +112,8 @@ class PlanJob(msgspec.Struct, frozen=True, tag="plan"):
     cases: list[CaseRef]
     arch: str
     limit: int = 0
+    seed: int = 0
+    include: list[Included] = msgspec.field(default_factory=list)
 
 
 class Candidate(msgspec.Struct, frozen=True):

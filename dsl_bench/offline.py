@@ -16,9 +16,20 @@ from dsl_bench.session import Session
 INTERPRET_SECONDS = 120.0
 
 
-def interpret(session: Session, workload: str, cases: Sequence[CaseRef], backends: Sequence[str]) -> int:
-    """Run every kernel that its language can interpret on ``cases``; returns how many failed."""
+def interpret(
+    session: Session,
+    workload: str,
+    cases: Sequence[CaseRef],
+    backends: Sequence[str],
+    earlier: Sequence[Record] = (),
+    kernels: Sequence[str] = (),
+) -> tuple[int, list[str]]:
+    """Run every kernel that its language can interpret on ``cases``, but for what ``earlier`` records hold.
+
+    Returns how many failed, and what the time limit left undone."""
     failed = 0
+    unfinished: list[str] = []
+    held = {(r.kernel, r.kernel_hash, r.case.name) for r in earlier if isinstance(r, Interpreted)}
     worker = Worker("interpret", {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     try:
         for name in backends:
@@ -26,11 +37,16 @@ def interpret(session: Session, workload: str, cases: Sequence[CaseRef], backend
             if not target.ready:
                 _skip(session, workload, name, "", f"interpret: {target.reason}", target.hint)
                 continue
-            for planned in session.plan(name, cases, 0):
+            for planned in session.plan(name, cases, 0, kernels):
+                if (planned.kernel, session.catalog.hashes()[planned.kernel], planned.case.name) in held:
+                    continue
+                if session.clock.over():
+                    unfinished.append(f"interpret {planned.kernel} on {planned.case.name}")
+                    continue
                 failed += _interpret_one(session, worker, workload, planned)
     finally:
         worker.kill()
-    return failed
+    return failed, unfinished
 
 
 def _interpret_one(session: Session, worker: Worker, workload: str, planned: Planned) -> int:
@@ -87,7 +103,7 @@ def compile_all(
     cases: Sequence[CaseRef],
     backends: Sequence[str],
     limit: int,
-    whole: bool = False,
+    kernels: Sequence[str] = (),
 ) -> int:
     """Compile the first ``limit`` candidates of every kernel and case; returns how many failed."""
     wanted: dict[str, tuple[str, ConfigDict]] = {}
@@ -96,7 +112,7 @@ def compile_all(
         if not target.ready:
             _skip(session, workload, name, "", f"compile: {target.reason}", target.hint)
             continue
-        for planned in session.plan(name, cases, -1 if whole else 0):
+        for planned in session.plan(name, cases, limit if limit > 8 else 0, kernels):
             if not planned.candidates:
                 _skip(session, workload, name, planned.kernel, planned.reason, "", planned.case.name)
             for candidate in planned.candidates[:limit]:

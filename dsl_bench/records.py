@@ -185,9 +185,9 @@ class Race(msgspec.Struct, frozen=True, tag="race"):
     participants that failed their check are listed but have no samples. ``timer`` names the timer and
     ``calls`` how many calls one sample averages. ``clock_mhz`` and ``power_w`` are medians over the race,
     ``dropped`` the rounds dropped for thermal or hardware slow-down, ``gaps`` batches dropped because the
-    device ran dry, ``retries`` cold launches taken again; ``proven``: captured graphs were shown to hold their
-    kernel; ``chunk`` rounds were merged into each kept one; ``null_ns`` is an empty kernel timed the same way
-    (0: not timed).
+    device ran dry, ``retries`` cold launches taken again; ``proven``: captured graphs were shown to hold
+    their kernel; ``chunk`` rounds were merged into each kept one; ``null_ns`` is an empty kernel timed the
+    same way (0: not timed).
     """
 
     run_id: str

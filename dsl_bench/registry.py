@@ -101,10 +101,10 @@ def source_lines(kernel: Kernel) -> int:
     return sum(1 for path in files for line in path.read_text().splitlines() if line.strip())
 
 
-def artifact_key(kernel: Kernel, static: bytes, toolchain: str, arch: str) -> str:
-    """The content address of one specialisation."""
-    parts = (source_hash(kernel).encode(), static, toolchain.encode(), arch.encode())
-    return hashlib.sha256(b"\0".join((kernel.id.encode(), *parts))).hexdigest()[:24]
+def artifact_key(kernel_hash: str, static: bytes, toolchain: str, arch: str) -> str:
+    """The content address of one specialisation of the kernel whose source has ``kernel_hash``."""
+    parts = (kernel_hash.encode(), static, toolchain.encode(), arch.encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
 @dataclass

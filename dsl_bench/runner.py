@@ -31,7 +31,7 @@ class Runner:
 
     def prepare(self, cases: Sequence[CaseRef], rivals: Sequence[Contender], limit: int) -> list[Contender]:
         """Plan; returns the contenders that can run here, the others are recorded as skipped."""
-        return self.contest.prepare(cases, rivals, limit)
+        return self.contest.prepare(cases, rivals, limit, self.memory)
 
     def tune(
         self, cases: Sequence[CaseRef], rivals: Sequence[Contender], trials: int, again: bool = False

@@ -22,7 +22,18 @@ import msgspec
 from dsl_bench import jobs
 from dsl_bench.catalog import Catalog, cache_dir
 from dsl_bench.errors import UsageError
-from dsl_bench.jobs import Built, Candidate, Done, Origin, Partial, Planned, Progress, Racer, Refused
+from dsl_bench.jobs import (
+    Built,
+    Candidate,
+    Done,
+    Included,
+    Origin,
+    Partial,
+    Planned,
+    Progress,
+    Racer,
+    Refused,
+)
 from dsl_bench.pool import Outcome, Pool, Worker
 from dsl_bench.records import CaseRef, Choice, Compiled, Record
 
@@ -131,11 +142,25 @@ class Session:
     # -- planning -------------------------------------------------------------------------------------
 
     def plan(
-        self, backend: str, cases: Sequence[CaseRef], limit: int, kernels: Sequence[str] = ()
+        self,
+        backend: str,
+        cases: Sequence[CaseRef],
+        limit: int,
+        kernels: Sequence[str] = (),
+        include: Sequence[Included] = (),
     ) -> list[Planned]:
-        """What ``backend`` can do on ``cases``; ``limit`` as in :class:`jobs.PlanJob`."""
+        """What ``backend`` can do on ``cases``; ``limit`` and ``include`` as in :class:`jobs.PlanJob`."""
         origin, _ = self.catalog.backend(backend)
-        job = jobs.PlanJob(origin, self.catalog.extra, tuple(kernels), list(cases), self.settings.arch, limit)
+        job = jobs.PlanJob(
+            origin,
+            self.catalog.extra,
+            tuple(kernels),
+            list(cases),
+            self.settings.arch,
+            limit,
+            self.settings.seed,
+            list(include),
+        )
         worker = Worker("describe")
         try:
             outcome = worker.run(job, COMPILE_SECONDS)

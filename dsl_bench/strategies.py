@@ -18,6 +18,8 @@ from dsl_bench.jobs import Candidate
 #: relative distance to the best median within which a trial counts as a near-tie: quick trials of one
 #: kernel scatter by about one per cent
 NEAR = 0.02
+#: points that local search asks for at a time
+ROUND = 6
 #: how many near-ties race each other for the place
 FINALISTS = 4
 
@@ -83,6 +85,56 @@ def random_search(points: Sequence[Point], seed: int) -> Strategy:
     return Listed(known + rest)
 
 
+@dataclass
+class Local:
+    """Defaults and seeds first, then one-axis neighbours of the best so far, best kernel first.
+
+    Each round asks for at most ``ROUND`` points, so that the next learns from it."""
+
+    points: list[Point]
+    seed: int
+    results: list[Result] = field(default_factory=list)
+    _asked: set[int] = field(default_factory=set)
+
+    def ask(self, n: int) -> list[Point]:
+        """Seeds while there are any, then neighbours; a random point where no neighbour is left."""
+        fresh = [p for p in self.points if id(p) not in self._asked]
+        known = [p for p in fresh if p.candidate.rank < 2]
+        chosen = known[:n] if not self.results else self._neighbours(fresh)[: min(n, ROUND)]
+        self._asked |= {id(p) for p in chosen}
+        return chosen
+
+    def tell(self, results: Sequence[Result]) -> None:
+        """Remember what was seen."""
+        self.results += results
+
+    def _neighbours(self, fresh: Sequence[Point]) -> list[Point]:
+        good = sorted((r for r in self.results if r.median_ns is not None), key=lambda r: r.median_ns or 0.0)
+        shuffled = list(fresh)
+        random.Random(self.seed + len(self.results)).shuffle(shuffled)
+        order = {id(p): (len(good), 9, k) for k, p in enumerate(shuffled)}
+        for place, result in enumerate(good[:3]):
+            for k, point in enumerate(shuffled):
+                steps = distance(result.point, point)
+                if steps <= 2:
+                    # a step away from the second best comes before two steps away from the best
+                    order[id(point)] = min(order[id(point)], (place + 3 * (steps - 1), steps, k))
+        return sorted(shuffled, key=lambda p: order[id(p)])
+
+
+def distance(one: Point, other: Point) -> int:
+    """On how many axes two points of one kernel differ; a large number for two kernels."""
+    if one.kernel != other.kernel:
+        return 99
+    a, b = one.candidate.config, other.candidate.config
+    return sum(a[name] != b.get(name) for name in a)
+
+
+def local_search(points: Sequence[Point], seed: int) -> Strategy:
+    """Seeds, then neighbours of the best."""
+    return Local(by_rank(points), seed)
+
+
 def by_rank(points: Sequence[Point]) -> list[Point]:
     """Kernels take turns within a rank, so that a small budget sees the default of each."""
     position: dict[tuple[str, int], int] = {}
@@ -97,6 +149,7 @@ def by_rank(points: Sequence[Point]) -> list[Point]:
 STRATEGIES: dict[str, Callable[[Sequence[Point], int], Strategy]] = {
     "exhaustive": exhaustive,
     "random": random_search,
+    "local": local_search,
 }
 
 

@@ -12,7 +12,7 @@ from dsl_bench.contest import Contender, Contest, Memory
 from dsl_bench.jobs import Built, Racer, Refused
 from dsl_bench.records import CaseRef, Choice, Failure, Record, Trial, Tuned
 from dsl_bench.session import Session, done_value
-from dsl_bench.strategies import Point, Result
+from dsl_bench.strategies import Point, Result, Strategy
 
 
 @dataclass
@@ -21,9 +21,12 @@ class _Search:
 
     case: CaseRef
     rival: Contender
-    asked: list[Point]
+    strategy: Strategy
     space: int
+    asked: list[Point] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    compile_seconds: dict[str, float] = field(default_factory=dict)
+    settled: bool = False
     gpu_seconds: float = 0.0
 
 
@@ -42,27 +45,40 @@ class Tuner:
     def search(
         self, cases: Sequence[CaseRef], rivals: Sequence[Contender], trials: int, again: bool = False
     ) -> None:
-        """Find a winner for every case and contender that has none (or for all, with ``again``)."""
-        searches = list(self._searches(cases, rivals, trials, again))
-        for priority, search in enumerate(searches):
-            for point in search.asked:
-                self.session.compile(point.kernel, point.candidate, priority)
+        """Find a winner for every case and contender that has none (or for all, with ``again``).
+
+        Goes over all cases in rounds, so that the pool compiles what one case asked for while others run."""
+        searches = list(self._searches(cases, rivals, again))
+        total = len({s.case.name for s in searches})
+        while searches:
+            for priority, search in enumerate(searches):
+                search.asked = search.strategy.ask(trials - len(search.results))
+                for point in search.asked:
+                    self.session.compile(point.kernel, point.candidate, priority)
+            if not self._round(searches, trials):
+                return
+            searches = [s for s in searches if not s.settled]
+            self.session.show.advance("tuned", total - len({s.case.name for s in searches}), total)
+
+    def _round(self, searches: Sequence[_Search], trials: int) -> bool:
+        """Try what every search asked for, case by case as artifacts become ready; False when out of time."""
         waiting = list(dict.fromkeys(s.case.name for s in searches))
         total = len(waiting)
         while waiting:
             if self.session.clock.over():
                 self.unfinished += [f"tune {name}" for name in waiting]
-                return
+                return False
             name = next((n for n in waiting if self._ready(n, searches)), None)
             if name is None:
                 self._wait(waiting, searches)
                 continue
             waiting.remove(name)
-            self._tune_case([s for s in searches if s.case.name == name])
-            self.session.show.advance("tuned", total - len(waiting), total)
+            self._tune_case([s for s in searches if s.case.name == name], trials)
+            self.session.show.advance("tried", total - len(waiting), total)
+        return True
 
     def _searches(
-        self, cases: Sequence[CaseRef], rivals: Sequence[Contender], trials: int, again: bool
+        self, cases: Sequence[CaseRef], rivals: Sequence[Contender], again: bool
     ) -> Iterator[_Search]:
         settings = self.session.settings
         for case in cases:
@@ -74,7 +90,7 @@ class Tuner:
                     self.contest.refuse(case, rival)
                     continue
                 strategy = strategies.make_strategy(settings.strategy, points, settings.seed)
-                yield _Search(case, rival, strategy.ask(trials), len(points))
+                yield _Search(case, rival, strategy, len(points))
 
     def _ready(self, name: str, searches: Sequence[_Search]) -> bool:
         keys = {p.candidate.key for s in searches if s.case.name == name for p in s.asked}
@@ -85,29 +101,33 @@ class Tuner:
         self.session.show.advance("compiled", done, asked)
         self.session.wait_built(lambda: any(self._ready(n, searches) for n in waiting[:1]))
 
-    def _tune_case(self, searches: Sequence[_Search]) -> None:
+    def _tune_case(self, searches: Sequence[_Search], trials: int) -> None:
         case = searches[0].case
-        entries = [(s, p) for s in searches for p in s.asked]
-        racers, owners = [], []
-        for search, point in entries:
-            built = self.session.built(point.candidate.key)
-            if isinstance(built, Refused):
-                self._record_refused(search, point, built)
-            else:
-                racers.append(self.session.racer(self.contest.choice(point)))
-                owners.append((search, point))
-        trials = self._run_trials(case, racers)
-        for (search, point), trial in zip(owners, trials, strict=True):
+        racers: list[Racer] = []
+        owners: list[tuple[_Search, Point]] = []
+        told: dict[int, list[Result]] = {id(s): [] for s in searches}
+        for search in searches:
+            for point in search.asked:
+                built = self.session.built(point.candidate.key)
+                if isinstance(built, Built):
+                    search.compile_seconds[built.key] = built.seconds
+                    racers.append(self.session.racer(self.contest.choice(point)))
+                    owners.append((search, point))
+                elif built is not None:
+                    self._record_refused(search, point, built)
+                    told[id(search)].append(Result(point, None))
+        for (search, point), trial in zip(owners, self._run_trials(case, racers), strict=True):
             if trial is not None:
-                ok = trial.status == "ok"
-                search.results.append(Result(point, trial.median_ns if ok else None))
+                told[id(search)].append(Result(point, trial.median_ns if trial.status == "ok" else None))
                 search.gpu_seconds += trial.seconds
         for search in searches:
-            self._settle(search)
+            search.results += told[id(search)]
+            search.strategy.tell(told[id(search)])
+            if not search.asked or len(search.results) >= min(trials, search.space):
+                self._settle(search)
 
     def _record_refused(self, search: _Search, point: Point, built: Refused) -> None:
         choice = self.contest.choice(point)
-        search.results.append(Result(point, None))
         self.session.sink.write(
             Trial(
                 self.session.run_id,
@@ -171,6 +191,7 @@ class Tuner:
         )
 
     def _settle(self, search: _Search) -> None:
+        search.settled = True
         near = strategies.near_ties(search.results)
         if not near:
             self._all_failed(search)
@@ -179,8 +200,6 @@ class Tuner:
         regret = 0.0
         if len(choices) > 1 and not self.session.clock.over():
             choices, regret = self._finals(search.case, choices)
-        keys = {p.candidate.key for p in search.asked}
-        built = [b for b in map(self.session.built, keys) if isinstance(b, Built)]
         tuned = Tuned(
             run_id=self.session.run_id,
             case=search.case,
@@ -190,9 +209,9 @@ class Tuner:
             trials=len(search.results),
             failed=sum(r.median_ns is None for r in search.results),
             pruned=self.contest.pruned(search.case, search.rival),
-            compile_seconds=sum(b.seconds for b in built),
+            compile_seconds=sum(search.compile_seconds.values()),
             gpu_seconds=search.gpu_seconds,
-            bound="space" if len(search.asked) == search.space else "trials",
+            bound="space" if len(search.results) == search.space else "trials",
             gpu=self.gpu,
             regret=regret,
         )

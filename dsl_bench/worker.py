@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import signal
 import sys
 import traceback
@@ -136,20 +137,23 @@ def plan(shelf: registry.Shelf, job: jobs.PlanJob) -> list[jobs.Planned]:
     for kernel in shelf.kernels(job.backend, job.extra).values():
         if job.kernels and kernel.id not in job.kernels:
             continue
-        for ref in job.cases:
-            if ref.workload == kernel.workload:
-                rows.append(_plan_case(kernel, ref, toolchain, job))
+        source = registry.source_hash(kernel)
+        rows += [
+            _plan_case(kernel, source, c, toolchain, job) for c in job.cases if c.workload == kernel.workload
+        ]
     return rows
 
 
-def _plan_case(kernel: Kernel, ref: CaseRef, toolchain: str, job: jobs.PlanJob) -> jobs.Planned:
+def _plan_case(kernel: Kernel, source: str, ref: CaseRef, toolchain: str, job: jobs.PlanJob) -> jobs.Planned:
     reason = registry.unmet(kernel.needs, job.arch)
     if reason:
         return jobs.Planned(kernel.id, ref, [], reason)
     case = from_ref(ref)
     candidates: dict[str, jobs.Candidate] = {}
     pruned: dict[str, int] = {}
-    for rank, config in _ranked(kernel, case, job.limit != 0):
+    for rank, config in _ranked(kernel, case, job):
+        if rank == 2 and 0 <= job.limit <= len(candidates):
+            break
         name = json.dumps(config, sort_keys=True)
         if name in candidates:
             continue
@@ -158,20 +162,24 @@ def _plan_case(kernel: Kernel, ref: CaseRef, toolchain: str, job: jobs.PlanJob) 
             pruned[why] = pruned.get(why, 0) + 1
             continue
         static = dict(kernel.static(case, config))
-        key = registry.artifact_key(kernel, json.dumps(static, sort_keys=True).encode(), toolchain, job.arch)
+        key = registry.artifact_key(source, json.dumps(static, sort_keys=True).encode(), toolchain, job.arch)
         candidates[name] = jobs.Candidate(config, key, static, rank)
-        if job.limit > 0 and len(candidates) >= job.limit:
-            break
     reason = "" if candidates else max(pruned, key=lambda k: pruned[k], default="the space is empty")
     return jobs.Planned(kernel.id, ref, list(candidates.values()), reason, pruned)
 
 
-def _ranked(kernel: Kernel, case: Case, whole: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+def _ranked(kernel: Kernel, case: Case, job: jobs.PlanJob) -> Iterator[tuple[int, dict[str, Any]]]:
     yield 0, dict(kernel.default(case))
     for config in kernel.seeds(case):
         yield 1, dict(config)
-    if whole:
-        for config in kernel.configs():
+    for wanted in job.include:
+        if (wanted.kernel, wanted.case) == (kernel.id, case.name):
+            yield 1, dict(wanted.config)
+    if job.limit:
+        rest = list(kernel.configs())
+        if job.limit > 0:
+            random.Random(job.seed).shuffle(rest)
+        for config in rest:
             yield 2, config
 
 

@@ -1,8 +1,8 @@
 """How much of the GPU worker's time is measuring: `make bench-harness`, on a machine with a GPU.
 
-Tunes the quick cases twice with the same seed. The first sweep compiles; of the second, whose artifacts are all
-there, the worker's seconds are shown by activity, and at least ``LEAST`` of them must be checks, warm-up and timing.
-Idle gaps that the cold regime asks for are left out.
+Tunes the quick cases twice with the same seed. The first sweep compiles; of the second, whose artifacts are
+all there, the worker's seconds are shown by activity, and at least ``LEAST`` of them must be checks, warm-up
+and timing. Idle gaps that the cold regime asks for are left out.
 """
 
 from __future__ import annotations

@@ -60,7 +60,9 @@ def test_an_unwritable_results_file_is_said_before_anything_runs(tmp_path):
 
 def test_a_case_file_with_named_columns_is_read(tmp_path):
     (tmp_path / "cases.csv").write_text("m,n,k,dtype\n32,48,64,fp16\n16,16,16,\n")
-    done = dsl_bench("plan", "gemm", "--cases", "cases.csv", "-f", "json", cwd=tmp_path, env={"DSL_BENCH_BACKENDS": "cuda"})
+    done = dsl_bench(
+        "plan", "gemm", "--cases", "cases.csv", "-f", "json", cwd=tmp_path, env={"DSL_BENCH_BACKENDS": "cuda"}
+    )
     assert done.returncode == 0, done.stderr
     assert {r["case"] for r in json.loads(done.stdout)} == {"32x48x64-fp16", "16x16x16-bf16"}
 

@@ -56,7 +56,11 @@ def test_every_cublaslt_algorithm_is_right(size: tuple[int, int, int]) -> None:
             continue
         before = check.fingerprint(inputs[0])
         check.poison(outputs[0])
-        run()
+        try:
+            run()
+        except KernelFault as fault:  # the heuristic offers algorithms that then refuse: a row, not a result
+            assert fault.status == "launch_error"
+            continue
         check.verify(WORKLOAD, case, reference, outputs[0], inputs[0], before)
         tried += 1
     assert tried
@@ -106,7 +110,8 @@ def test_a_launch_on_another_stream_is_found_out() -> None:
 def test_events_agree_with_cupti_and_with_a_kernel_of_known_length() -> None:
     case, inputs, outputs = product(8192, 8192, 8192)
     calls = bound(vendor.CUBLAS, case, {}, inputs, outputs)
-    ours, _ = timing.quick(calls, 0.3)
+    # a burst as short as the profiled one: a longer one heats the chip into another clock
+    ours, _ = timing.quick(calls, 0.03)
     assert timing.cupti_time(calls[0]) == pytest.approx(ours, rel=0.1)
     cycles, ns, mhz = timing.known_kernel()
     assert mhz

@@ -7,29 +7,32 @@
 // (CLUSTER_M x CLUSTER_N tiles) each block loads half of the operand that both need and multicasts it.
 // Finished rows go through swizzled shared memory to asynchronous TMA stores.
 //
-// RESIDUES 8 is for rows that start on any 2 bytes, which no tensor map can describe: rows r, r+8, r+16, …
-// are 16·K bytes apart, which one can, so there are eight maps an operand. Each begins at the 16 bytes that
-// hold its first element and is read from a column shifted by what that rounds away (`Shifts`). A tile's rows
-// then lie in shared memory sorted by row mod 8; the epilogue sorts the columns back, eight maps store the rows.
+// PLAIN_STORES 1 is for rows of C that do not start on 16 bytes, which no tensor map can describe: a warp reads
+// its own rows back from shared memory and stores 128 bytes of one at a time, in pairs where the address allows.
+// The operands then lie in copies with aligned rows, made by `repack` (repack.cuh) in the launch before.
 //
-// Macros: BM BN STAGES CLUSTER_M CLUSTER_N CONSUMERS MI PINGPONG PARTIAL STORE_BUFFERS RESIDUES BF16 SMEM_BYTES
+// Macros: BM BN STAGES CLUSTER_M CLUSTER_N CONSUMERS MI PINGPONG PARTIAL STORE_BUFFERS PLAIN_STORES REPACK BF16
+//         SMEM_BYTES
 #include "tiles.cuh"
+
+#if REPACK
+#include "repack.cuh"
+#endif
 
 constexpr int BLOCKS = CLUSTER_M * CLUSTER_N;
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int TILE_OWNERS = PINGPONG ? 1 : CONSUMERS;  // warpgroups that share a tile
 constexpr int ROW_BYTES = 128;                         // 64 elements
 constexpr int A_BYTES = BM * ROW_BYTES, B_BYTES = BN * ROW_BYTES, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int A_BOX = BM / (RESIDUES * (RESIDUES == 1 ? CLUSTER_N : 1));  // rows a TMA load
-constexpr int B_BOX = BN / (RESIDUES * (RESIDUES == 1 ? CLUSTER_M : 1));
+constexpr int A_BOX = BM / CLUSTER_N;  // rows a TMA load
+constexpr int B_BOX = BN / CLUSTER_M;
 // What setmaxnreg leaves each role; together at most the 65536 registers of an SM.
-// More than 160 accumulators a thread; the producer of eight maps needs its 40 all the same.
-constexpr bool WIDE = MI * BN > 320 && RESIDUES == 1;
+constexpr bool WIDE = MI * BN > 320;  // more than 160 accumulators a thread
 constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : CONSUMERS == 2 ? (WIDE ? 24 : 40) : 56;
 constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? (WIDE ? 240 : 232) : 248;
 
 // Columns a TMA store takes from one row: the widest swizzle whose boxes tile BN.
-constexpr int STORE_COLUMNS = BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+constexpr int STORE_COLUMNS = PLAIN_STORES || BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int STORE_SWIZZLE = STORE_COLUMNS / 8 - 1;
 constexpr int STORE_BYTES = 64 * 64 * 2;  // a store buffer: 64 rows of up to 64 columns
 
@@ -39,15 +42,12 @@ constexpr int OFFSET_FLAGS = OFFSET_BARRIERS + (2 * STAGES + 2) * 8;
 static_assert(1024 + OFFSET_FLAGS + 4 * CONSUMERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
 static_assert(BM == 64 * MI * TILE_OWNERS, "a tile's rows are those of its owners");
 static_assert(!PINGPONG || CONSUMERS == 2, "two warpgroups take turns");
-static_assert(RESIDUES == 1 || (RESIDUES == 8 && BN % 64 == 0 && 64 % (BM / 8) == 0), "rows sorted by residue");
 
-struct TensorMaps {
-    TensorMap map[RESIDUES];
-};
-
-struct Shifts {
-    int a[8], b[8], c[8];  // columns that rounding down a residue's first row to 16 bytes adds
-};
+#if PLAIN_STORES
+using Output = u16* __restrict__;  // the first element of C
+#else
+using Output = TensorMap;
+#endif
 
 struct Ring {
     int stage = 0;
@@ -76,27 +76,19 @@ struct Shared {
 
 // Loads this block's share of an operand's tile: all of it, or 1/SHARE of it for every block of the cluster.
 template <int BOX, int SHARE>
-__device__ __forceinline__ void load_operand(const TensorMaps& maps, const int (&shift)[8], u32 dst, u32 full, int k,
-                                             int row, int rank) {
+__device__ __forceinline__ void load_operand(const TensorMap& map, u32 dst, u32 full, int k, int row, int rank) {
     constexpr u16 ALL = (1 << BLOCKS) - 1;
-    constexpr int BOXES = RESIDUES == 1 ? 1 : RESIDUES / SHARE;
-    const int first = SHARE == 1 ? 0 : rank * BOXES;
-#pragma unroll
-    for (int i = 0; i < BOXES; ++i) {
-        const int box = first + i;
-        const TensorMap* const map = &maps.map[RESIDUES == 1 ? 0 : box];
-        const int x = RESIDUES == 1 ? k : k + shift[box];
-        const int y = RESIDUES == 1 ? row + box * BOX : row / RESIDUES;
-        if constexpr (SHARE == 1)
-            tma_load(dst + box * BOX * ROW_BYTES, map, full, x, y);
-        else
-            tma_multicast(dst + box * BOX * ROW_BYTES, map, full, x, y, ALL);
-    }
+    if constexpr (SHARE == 1)
+        tma_load(dst, &map, full, k, row);
+    else
+        tma_multicast(dst + rank * BOX * ROW_BYTES, &map, full, k, row + rank * BOX, ALL);
 }
 
-__device__ __forceinline__ void produce(const TensorMaps& a, const TensorMaps& b, const WorkArgs& args,
-                                        const Shifts& shifts, const Shared& shared, int cluster, int clusters,
-                                        int rank) {
+__device__ __forceinline__ void produce(const TensorMap& a, const TensorMap& b, const WorkArgs& args,
+                                        const Shared& shared, int cluster, int clusters, int rank) {
+#if REPACK
+    wait_for_prerequisites();  // the copies of A and B
+#endif
     Ring ring;
     Segments<PARTIAL> work(args, cluster, clusters);
     Segment s;
@@ -110,8 +102,8 @@ __device__ __forceinline__ void produce(const TensorMaps& a, const TensorMaps& b
             barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
             const u32 full = shared.full(ring.stage);
             barrier_expect(full, STAGE_BYTES);
-            load_operand<A_BOX, CLUSTER_N>(a, shifts.a, shared.a(ring.stage), full, kb * 64, m, rank);
-            load_operand<B_BOX, CLUSTER_M>(b, shifts.b, shared.b(ring.stage), full, kb * 64, n, rank);
+            load_operand<A_BOX, CLUSTER_N>(a, shared.a(ring.stage), full, kb * 64, m, rank);
+            load_operand<B_BOX, CLUSTER_M>(b, shared.b(ring.stage), full, kb * 64, n, rank);
         }
     }
 }
@@ -151,60 +143,56 @@ __device__ __forceinline__ void multiply(float (&acc)[MI][BN / 2], int count, Ri
     release(previous);
 }
 
-// One store buffer: columns [column, column + 64) of 64 rows, as swizzled boxes of STORE_COLUMNS.
+// One store buffer: columns [column, column + 64) of 64 rows, as swizzled boxes of STORE_COLUMNS. A warp writes
+// its own 16 rows.
 __device__ __forceinline__ void stage_columns(const float (&acc)[BN / 2], int column, u32 buffer, int warp, int lane) {
-    if constexpr (RESIDUES == 1) {
-        const int row = warp * 16 + lane % 16;
-        const u32 line = buffer + row * STORE_COLUMNS * 2;
-        const u32 swizzle = ((row * STORE_COLUMNS * 2 / 128) & STORE_SWIZZLE) * 16;
+    const int row = warp * 16 + lane % 16;
+    const u32 line = buffer + row * STORE_COLUMNS * 2;
+    const u32 swizzle = ((row * STORE_COLUMNS * 2 / 128) & STORE_SWIZZLE) * 16;
 #pragma unroll
-        for (int c = 0; c < 64; c += 16) {
-            if (column + c >= BN) break;
-            const float* const v = &acc[(column + c) / 2];
-            const u32 within = (c % STORE_COLUMNS + lane / 16 * 8) * 2;
-            stmatrix(line + c / STORE_COLUMNS * (64 * STORE_COLUMNS * 2) + (within ^ swizzle), pack(v[0], v[1]),
-                     pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
-        }
-    } else {
-        // Accumulator column residue·BN/8 + i is column 8·i + residue of the tile: a thread holds all eight
-        // residues of its i, 16 bytes of a row.
-        constexpr int STEP = BN / 16;  // floats from one residue to the next: BN/8 columns, 4 floats every 8 of them
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int bit = 0; bit < 2; ++bit) {
-                const int row = warp * 16 + half * 8 + lane / 4;
-                const float* const v = &acc[column / 64 * 4 + half * 2 + bit];
-                const u32 slot = (lane % 4 * 2 + bit) ^ (row & 7);
-                store_shared(buffer + row * 128 + slot * 16, pack(v[0], v[STEP]), pack(v[2 * STEP], v[3 * STEP]),
-                             pack(v[4 * STEP], v[5 * STEP]), pack(v[6 * STEP], v[7 * STEP]));
-            }
+    for (int c = 0; c < 64; c += 16) {
+        if (column + c >= BN) break;
+        const float* const v = &acc[(column + c) / 2];
+        const u32 within = (c % STORE_COLUMNS + lane / 16 * 8) * 2;
+        stmatrix(line + c / STORE_COLUMNS * (64 * STORE_COLUMNS * 2) + (within ^ swizzle), pack(v[0], v[1]),
+                 pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
     }
 }
 
-// Issues the stores of one buffer; `tile_row` counts from the tile's first row, `m` and `n` place the tile.
-__device__ __forceinline__ void store_columns(const TensorMaps& c, const WorkArgs& args, const Shifts& shifts,
-                                              u32 buffer, int m, int n, int tile_row, int column) {
-    if constexpr (RESIDUES == 1) {
+// Issues the TMA stores of one buffer, whose first element is (m, n) of C; `column` counts from the tile's first.
+__device__ __forceinline__ void store_columns(const TensorMap& c, const WorkArgs& args, u32 buffer, int m, int n,
+                                              int column) {
 #pragma unroll
-        for (int x = 0; x < 64; x += STORE_COLUMNS)
-            if (column + x < BN && n + column + x < args.n && m + tile_row < args.m)
-                tma_store(&c.map[0], buffer + x * 64 * 2, n + column + x, m + tile_row);
-    } else {
-        constexpr int ROWS = BM / 8;  // of one residue in a tile
-#pragma unroll
-        for (int i = 0; i < 64 / ROWS; ++i) {
-            const int residue = tile_row / ROWS + i;
-            if (n + column < args.n && m + residue < args.m)
-                tma_store(&c.map[residue], buffer + i * ROWS * 128, n + column + shifts.c[residue], m / 8);
-        }
-    }
+    for (int x = 0; x < 64; x += STORE_COLUMNS)
+        if (column + x < BN && n + x < args.n && m < args.m) tma_store(&c, buffer + x * 64 * 2, n + x, m);
     tma_store_commit();
 }
 
-__device__ __forceinline__ void consume(const TensorMaps& c, const WorkArgs& args, const Shifts& shifts,
-                                        const Shared& shared, int cluster, int clusters, int rank, int owner,
-                                        volatile int* flag) {
+// Stores a warp's 16 rows of one buffer, whose first element is (m, n) of C, by ordinary instructions: columns
+// before min(64, `columns`) that C has. A row that starts on 2 modulo 4 goes out as one, then pairs, then one.
+__device__ __forceinline__ void store_rows(u16* c, const WorkArgs& args, u32 buffer, int m, int n, int columns,
+                                           int warp, int lane) {
+    const int rows = min(16, args.m - m - warp * 16);
+    const int end = min(min(64, columns), args.n - n);
+    u16* at = c + size_t(m + warp * 16) * args.n + n;
+#pragma unroll 4
+    for (int i = 0; i < rows; ++i, at += args.n) {
+        const int row = warp * 16 + i;
+        const u32 word = load_shared(buffer + row * 128 + ((lane * 4) ^ ((row & 7) * 16)));
+        const u32 next = __shfl_down_sync(~0u, word, 1);
+        const int odd = reinterpret_cast<u64>(at) / 2 & 1;
+        const int x = 2 * lane + odd;
+        const u32 both = odd ? __funnelshift_r(word, next, 16) : word;
+        if (x + 1 < end && x < 63)
+            store_pair(at + x, both);
+        else if (x < end)
+            at[x] = u16(both);
+        if (odd && lane == 0 && end > 0) at[0] = u16(word);
+    }
+}
+
+__device__ __forceinline__ void consume(const Output& c, const WorkArgs& args, const Shared& shared, int cluster, int clusters,
+                                        int rank, int owner, volatile int* flag) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int bar = 1 + owner;
     Ring ring;
@@ -236,23 +224,31 @@ __device__ __forceinline__ void consume(const TensorMaps& c, const WorkArgs& arg
 #pragma unroll
             for (int x = 0; x < BN; x += 64) {
                 const u32 at = shared.store(owner, buffer);
+                const int first = m + ((PINGPONG ? 0 : owner) * MI + mi) * 64;
+#if PLAIN_STORES
+                __syncwarp();
+                stage_columns(acc[mi], x, at, warp, lane);
+                __syncwarp();
+                store_rows(c, args, at, first, n + x, BN - x, warp, lane);
+#else
                 if (thread == 0) tma_store_wait<STORE_BUFFERS - 1>();
                 named_sync(bar, 128);
                 stage_columns(acc[mi], x, at, warp, lane);
                 fence_async_proxy();
                 named_sync(bar, 128);
-                if (thread == 0)
-                    store_columns(c, args, shifts, at, m, n, ((PINGPONG ? 0 : owner) * MI + mi) * 64, x);
+                if (thread == 0) store_columns(c, args, at, first, n + x, x);
                 buffer = buffer + 1 == STORE_BUFFERS ? 0 : buffer + 1;
+#endif
             }
     }
+#if !PLAIN_STORES
     if (thread == 0) tma_store_wait<0>();
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    gemm(const __grid_constant__ TensorMaps a, const __grid_constant__ TensorMaps b,
-         const __grid_constant__ TensorMaps c, const __grid_constant__ WorkArgs args,
-         const __grid_constant__ Shifts shifts) {
+    gemm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Output c,
+         const __grid_constant__ WorkArgs args) {
     extern __shared__ unsigned char raw[];
     // Swizzle atoms need 1024-byte alignment, the same in all blocks of the cluster.
     const u32 start = smem_address(raw);
@@ -261,6 +257,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int rank = BLOCKS == 1 ? 0 : cluster_rank();
     const int cluster = blockIdx.x / BLOCKS, clusters = gridDim.x / BLOCKS;
 
+    if (threadIdx.x == 32) {
+        prefetch_map(&a);
+        prefetch_map(&b);
+#if !PLAIN_STORES
+        prefetch_map(&c);
+#endif
+    }
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared.full(i), 1);
@@ -269,11 +272,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_init(shared.turn(0), 4);
         barrier_init(shared.turn(1), 4);
         barrier_init_fence();
-#pragma unroll
-        for (int i = 0; i < RESIDUES; ++i) {
-            prefetch_map(&a.map[i]);
-            prefetch_map(&b.map[i]);
-        }
     }
     if constexpr (BLOCKS == 1)
         __syncthreads();
@@ -283,11 +281,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
     if (group == 0) {
         registers_down<PRODUCER_REGS>();
-        if (threadIdx.x == 0) produce(a, b, args, shifts, shared, cluster, clusters, rank);
+        if (threadIdx.x == 0) produce(a, b, args, shared, cluster, clusters, rank);
         __syncwarp();
     } else {
         registers_up<CONSUMER_REGS>();
-        consume(c, args, shifts, shared, cluster, clusters, rank, group - 1, flags + (group - 1));
+        consume(c, args, shared, cluster, clusters, rank, group - 1, flags + (group - 1));
     }
     // A block must not leave while its neighbour may still write to it or arrive at its barriers.
     if constexpr (BLOCKS > 1) cluster_sync();

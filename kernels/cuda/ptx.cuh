@@ -181,8 +181,27 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, u32 a, u32 b) {
                  : "memory");
 }
 
-__device__ __forceinline__ void store_shared(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 word;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+
+// Stores two elements; `p` is a multiple of 4.
+__device__ __forceinline__ void store_pair(u16* p, u32 word) {
+    asm volatile("st.global.b32 [%0], %1;" ::"l"(p), "r"(word) : "memory");
+}
+
+// ---- dependent launches ------------------------------------------------------------------------------
+
+// Lets the next kernel of the stream start, if it was launched as a dependent, once all blocks have said so.
+__device__ __forceinline__ void launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernels that this one depends on have ended; nothing to wait for in an ordinary launch.
+__device__ __forceinline__ void wait_for_prerequisites() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- wgmma -----------------------------------------------------------------------------------------

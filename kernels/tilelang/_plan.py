@@ -23,6 +23,9 @@ BY_HAND = {"tl.disable_warp_specialized": True}
 _FLOP = 4096
 #: bytes a clock of one SM from shared memory and from L2
 _SMEM_BYTES, _L2_BYTES = 128, 64
+#: clocks of one 128-byte row of a TMA box whose pitch is no multiple of 128 bytes (two L2 lines a row): four
+#: tile shapes of gemm and gemm_ws at 4000x4104x4072 on an H200 fit it within 3 %, with and without multicast
+_ODD_ROW = 3.6
 #: clocks until the first operand of a block has come, and from the last product to the stored tile
 _START, _FINISH = 1500, 600
 #: clocks that a split tile costs its last owner: a partial written, a fence, the others' read
@@ -57,8 +60,15 @@ def smem_reason(nbytes: int) -> str | None:
 
 
 def chunk(bn: int) -> int:
-    """Columns of C that are staged at a time: 64 (one 128-byte swizzle atom) where they divide the tile."""
-    return 64 if bn % 64 == 0 else bn
+    """Columns of C that are staged at a time: 64 (one 128-byte swizzle atom), or the whole narrower tile."""
+    return min(64, bn)
+
+
+def chunks(bn: int) -> list[int]:
+    """First columns of the chunks of C. Where 64 does not divide the tile, the last chunk reaches back and
+    writes some columns once more, with the same values: every chunk is whole."""
+    width = chunk(bn)
+    return [min(i * width, bn - width) for i in range(cdiv(bn, width))]
 
 
 def ring_bytes(bm: int, bn: int, bk: int, stages: int) -> int:
@@ -66,29 +76,60 @@ def ring_bytes(bm: int, bn: int, bk: int, stages: int) -> int:
     return stages * (bm + bn) * bk * 2
 
 
-def staging_bytes(bm: int, bn: int) -> int:
-    """Bytes of C staging in the persistent kernels: two buffers of a 64-column chunk, or one whole tile."""
-    width = chunk(bn)
-    return bm * width * 2 * (2 if width < bn else 1)
+def buffers(bm: int, bn: int, bk: int, stages: int) -> int:
+    """C's staging buffers of one chunk in the persistent kernels: two where the ring leaves room for them and
+    there is more than one chunk."""
+    two = ring_bytes(bm, bn, bk, stages) + 2 * bm * chunk(bn) * 2
+    return 2 if chunk(bn) < bn and smem_reason(two) is None else 1
 
 
-def step_clocks(bm: int, bn: int, bk: int) -> float:
-    """Clocks of one K step of a tile: the slowest of tensor cores, shared memory and L2."""
+def staging_bytes(bm: int, bn: int, bk: int, stages: int) -> int:
+    """Bytes of C's staging."""
+    return buffers(bm, bn, bk, stages) * bm * chunk(bn) * 2
+
+
+def persistent_bytes(bm: int, bn: int, bk: int, stages: int) -> int:
+    """Shared memory of a persistent kernel, barriers apart."""
+    return ring_bytes(bm, bn, bk, stages) + staging_bytes(bm, bn, bk, stages)
+
+
+def consumers(bm: int) -> int:
+    """Consumer warpgroups of a tile: 64 rows each up to three, 128 rows each of 256."""
+    return {64: 1, 192: 3}.get(bm, 2)
+
+
+def register_reason(bm: int, bn: int) -> str | None:
+    """Why the fp32 sums of a tile do not fit a consumer's registers (240; with three consumers 160), or None."""
+    per_thread = bm * bn // (128 * consumers(bm))
+    limit = 176 if bm == 256 else 104 if bm == 192 else 128
+    return f"{per_thread} fp32 sums a thread, over {limit}" if per_thread > limit else None
+
+
+def odd_pitch(k: int) -> bool:
+    """Whether rows of k elements of 2 bytes start anywhere in an L2 line."""
+    return k * 2 % 128 != 0
+
+
+def step_clocks(bm: int, bn: int, bk: int, odd: bool = False) -> float:
+    """Clocks of one K step of a tile: the slowest of tensor cores, shared memory and loading."""
     math = 2 * bm * bn * bk / _FLOP
     shared = (bk / 16) * (bm / 64) * (64 + bn) * 32 / _SMEM_BYTES
-    return max(math, shared, (bm + bn) * bk * 2 / _L2_BYTES)
+    load = (bm + bn) * bk * 2 / _L2_BYTES
+    return max(math, shared, (bm + bn) * bk / 64 * _ODD_ROW if odd else load)
 
 
 def tile_clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool) -> float:
     """Clocks of one whole tile, epilogue and (where nothing hides it) the start included."""
-    work = cdiv(case["k"], bk) * step_clocks(bm, bn, bk)
+    work = cdiv(case["k"], bk) * step_clocks(bm, bn, bk, odd_pitch(case["k"]))
     return work + _FINISH + bm * bn / 64 + (0 if persistent else _START)
 
 
-def clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool = True) -> float:
-    """Clocks of the product: waves of whole tiles over all SMs."""
-    tiles = cdiv(case["m"], bm) * cdiv(case["n"], bn)
-    return cdiv(tiles, SMS) * tile_clocks(case, bm, bn, bk, persistent) + _START
+def clocks(
+    case: Case, bm: int, bn: int, bk: int, persistent: bool = True, cluster: tuple[int, int] = (1, 1)
+) -> float:
+    """Clocks of the product: waves of whole tiles over all SMs; clusters of (rows, columns) of tiles."""
+    tiles = cdiv(cdiv(case["m"], bm), cluster[0]) * cdiv(cdiv(case["n"], bn), cluster[1])
+    return cdiv(tiles, SMS // (cluster[0] * cluster[1])) * tile_clocks(case, bm, bn, bk, persistent) + _START
 
 
 def split_clocks(case: Case, bm: int, bn: int, bk: int) -> float:

@@ -1,10 +1,11 @@
 """``tilelang/gemm_ws``: C = A·Bᵀ by persistent blocks with roles written by hand, bf16 or fp16, fp32 sum.
 
-A producer warpgroup feeds a ring of A and B tiles by TMA and runs ahead into the next output tile while two
-(or one) consumer warpgroups drain the last. Consumers keep one wgmma batch in flight: a ring slot is released
+A producer warpgroup feeds a ring of A and B tiles by TMA and runs ahead into the next output tile while one
+to three consumer warpgroups drain the last. Consumers keep one wgmma batch in flight: a ring slot is released
 one step late, when the batch that read it is known to be done. C leaves in 64-column chunks through two
-buffers; its TMA stores run beneath the next tile's products. With ``cluster`` = 2, two blocks take tiles one
-above the other and share the B tile by TMA multicast. Shapes are symbolic: one binary serves every size.
+buffers (one where the ring needs the room); its TMA stores run beneath the next tile's products. In a cluster
+of two, blocks take tiles one above the other and share B (``2x1``), or side by side and share A (``1x2``), by
+TMA multicast. Shapes are symbolic: one binary serves every size.
 """
 
 import itertools
@@ -19,16 +20,24 @@ from dsl_bench.backends.tilelang import TilelangSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
 SPACE = {
-    "bm": (128, 256, 64),
+    "bm": (128, 256, 192, 64),
     "bn": (256, 128, 64, 160, 176, 192, 208, 224),
-    "stages": (4, 3, 5, 6),
-    "cluster": (1, 2),
+    "stages": (4, 3, 5, 6, 8),
+    "cluster": ("1x1", "2x1", "1x2"),
     "group": (8, 16, 4),
 }
 BK = 64
+#: registers of a consumer thread after ``setmaxnreg``, by consumer warpgroups: 128 threads keep 24
+REGISTERS = {1: 240, 2: 240, 3: 160}
 
 
-def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool = False) -> Any:
+def shape_of(cluster: str) -> tuple[int, int]:
+    """(rows, columns) of tiles a cluster."""
+    rows, cols = cluster.split("x")
+    return int(rows), int(cols)
+
+
+def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool = False) -> Any:
     """The prim_func (a [m, k], b [n, k], c [m, n], blocks, rows of tiles a band of the raster).
 
     Roles stand in the two arms of one ``if``: between two separate regions TileLang would put a barrier for
@@ -36,11 +45,13 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
     a consumer warp, of both blocks in a cluster, since one block's multicast writes the other's ring.
     ``direct`` stores C by plain predicated stores, for rows that TMA cannot take."""
     m, n, k = T.dynamic("m"), T.dynamic("n"), T.dynamic("k")
-    groups = 1 if bm == 64 else 2
-    math = 128 * groups
-    width = plan.chunk(bn)
-    buffers = 2 if width < bn else 1
-    pair = cluster == 2
+    groups = plan.consumers(bm)
+    math, registers = 128 * groups, REGISTERS[groups]
+    width, starts = plan.chunk(bn), plan.chunks(bn)
+    buffers = plan.buffers(bm, bn, BK, stages)
+    tall, wide = shape_of(cluster)
+    size = tall * wide
+    pair = size == 2
 
     @T.prim_func
     def gemm(
@@ -50,7 +61,7 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
         blocks: T.int32,
         band: T.int32,
     ):
-        with T.Kernel(blocks, threads=128 + math, cluster_dims=(cluster, 1, 1)) as block:
+        with T.Kernel(blocks, threads=128 + math, cluster_dims=(size, 1, 1)) as block:
             a_ring = T.alloc_shared((stages, bm, BK), dtype)
             b_ring = T.alloc_shared((stages, bn, BK), dtype)
             staged = T.alloc_shared((buffers, bm, width), dtype)
@@ -58,7 +69,7 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
             T.annotate_layout({x: make_swizzled_layout(x) for x in (a_ring, b_ring, staged)})
             full = T.alloc_barrier([128] * stages)
             if pair:
-                empty = T.alloc_cluster_barrier([4 * groups * cluster] * stages)
+                empty = T.alloc_cluster_barrier([4 * groups * size] * stages)
             else:
                 empty = T.alloc_barrier([4 * groups] * stages)
             slot = T.alloc_var("int32", init=0)
@@ -68,11 +79,11 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
             rows, cols, steps = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             row, col, rank = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             index, inside, high = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            rows = T.ceildiv(T.ceildiv(m, bm), cluster)
-            cols = T.ceildiv(n, bn)
+            rows = T.ceildiv(T.ceildiv(m, bm), tall)
+            cols = T.ceildiv(T.ceildiv(n, bn), wide)
             steps = T.ceildiv(k, BK)
-            rank = block % cluster
-            tile = block // cluster
+            rank = block % size
+            tile = block // size
             if T.get_thread_binding() < 128:
                 T.set_max_nreg(24, 0)
                 while tile < rows * cols:
@@ -80,15 +91,24 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
                     inside = tile - index * band * cols
                     high = T.min(rows - index * band, band)
                     col = T.truncdiv(inside, high)
-                    row = (index * band + inside - col * high) * cluster + rank
+                    row = (index * band + inside - col * high) * tall + rank * (tall - 1)
+                    col = col * wide + rank * (wide - 1)
                     for step in T.serial(steps):
                         T.barrier_wait(empty[slot], phase ^ 1)
-                        T.tma_copy(
-                            a[row * bm : row * bm + bm, step * BK : step * BK + BK],
-                            a_ring[slot, :, :],
-                            barrier=full[slot],
-                        )
-                        if pair:
+                        if wide == 2:
+                            T.tma_copy(
+                                a[row * bm : row * bm + bm, step * BK : step * BK + BK],
+                                a_ring[slot, :, :],
+                                barrier=full[slot],
+                                cluster_mask=3,
+                            )
+                        else:
+                            T.tma_copy(
+                                a[row * bm : row * bm + bm, step * BK : step * BK + BK],
+                                a_ring[slot, :, :],
+                                barrier=full[slot],
+                            )
+                        if tall == 2:
                             T.tma_copy(
                                 b[col * bn : col * bn + bn, step * BK : step * BK + BK],
                                 b_ring[slot, :, :],
@@ -106,15 +126,16 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
                         if slot == stages:
                             slot = 0
                             phase = phase ^ 1
-                    tile = tile + T.truncdiv(blocks, cluster)
+                    tile = tile + T.truncdiv(blocks, size)
             else:
-                T.set_max_nreg(240, 1)
+                T.set_max_nreg(registers, 1)
                 while tile < rows * cols:
                     index = T.truncdiv(tile, band * cols)
                     inside = tile - index * band * cols
                     high = T.min(rows - index * band, band)
                     col = T.truncdiv(inside, high)
-                    row = (index * band + inside - col * high) * cluster + rank
+                    row = (index * band + inside - col * high) * tall + rank * (tall - 1)
+                    col = col * wide + rank * (wide - 1)
                     for step in T.serial(steps):
                         T.barrier_wait(full[slot], phase)
                         T.wgmma_gemm(
@@ -142,11 +163,13 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
                         T.barrier_arrive(empty[held])
                         if pair:
                             T.mbarrier_arrive(empty[held], rank ^ 1)
-                    for part in T.unroll(bn // width):
-                        left = col * bn + part * width
+                    for part, start in enumerate(starts):
+                        left = col * bn + start
                         T.tma_store_wait(buffers - 1)  # the buffer's last store has read it
                         T.sync_threads(1, math)
-                        T.copy(acc[0:bm, part * width : part * width + width], staged[part % buffers, :, :])
+                        T.copy(
+                            acc[0:bm, start : start + width], staged[part % buffers, :, :]
+                        )
                         T.fence_proxy_async()
                         T.sync_threads(1, math)
                         if direct:
@@ -157,7 +180,7 @@ def build(bm: int, bn: int, stages: int, cluster: int, dtype: str, direct: bool 
                                 staged[part % buffers, :, :],
                                 c[row * bm : row * bm + bm, left : left + width],
                             )
-                    tile = tile + T.truncdiv(blocks, cluster)
+                    tile = tile + T.truncdiv(blocks, size)
                 T.tma_store_wait(0)
             if pair:
                 T.cluster_sync()  # a block that leaves takes its barriers along

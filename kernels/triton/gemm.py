@@ -2,7 +2,8 @@
 
 Four forms of one algorithm: ``tile`` (a block a tile), ``persistent`` (blocks walk tiles), ``flat`` (the same
 with tile and K loop fused, so that the loads of the next tile start beneath the epilogue) and ``ws`` (blocks
-walk tiles, warp-specialised by Triton: a producer and two consumer warpgroups; Triton 3.6 only).
+walk tiles, warp-specialised by Triton: a producer and two consumer warpgroups; ``valid`` refuses it, for it
+hangs on the device).
 """
 
 from collections.abc import Mapping, Sequence
@@ -185,6 +186,6 @@ KERNEL = Kernel(
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
     files=("_common.py",),
-    summary="tiles of C by tensor maps: persistent, flattened, warp-specialised or one block a tile",
+    summary="tiles of C by tensor maps: persistent, flattened or one block a tile",
 )
 KERNELS = (KERNEL,)

@@ -1,0 +1,66 @@
+"""The documents say what the code does: columns, records, and the README's table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from dsl_bench import records, report, store
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+
+
+def test_every_public_column_is_explained() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    explained = set(re.findall(r"`(\w+)`", text))
+    assert set(report.ROW_FIELDS) <= explained
+    assert set(report.MEAN_FIELDS) <= explained
+    assert set(records.STATUSES) <= explained
+    assert {kind.__struct_config__.tag for kind in get_args(records.Record)} <= explained
+
+
+def test_the_readme_is_short_and_has_its_markers() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    assert text.index(report.BEGIN) < text.index(report.END)
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+)
+def test_links_lead_somewhere(path: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
+        if "://" not in link:
+            assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+def recorded() -> list[Path]:
+    return sorted(RESULTS.rglob("*.jsonl"))
+
+
+def test_recorded_results_are_whole_and_small() -> None:
+    found, problems = store.read(recorded())
+    assert problems == []
+    assert sum(path.stat().st_size for path in recorded()) <= store.MOST_BYTES
+    assert not [r for r in found if isinstance(r, records.Trial)], "`dsl-bench record` leaves trials out"
+
+
+@pytest.mark.slow
+def test_the_readmes_table_is_not_stale(cli: Any, tmp_path: Path) -> None:
+    if not recorded():
+        pytest.skip("nothing is recorded yet")
+    copy = tmp_path / "README.md"
+    copy.write_text((ROOT / "README.md").read_text())
+    done = cli("report", "-r", str(RESULTS), "--readme", str(copy), "--format", "json")
+    assert done.returncode == 0, done.stderr
+    stale = sorted({r["kernel"] for r in json.loads(done.stdout) if r["stale"]})
+    assert stale == [], "these kernels have changed since they were raced: race them again"
+    assert copy.read_text() == (ROOT / "README.md").read_text(), (
+        "run dsl-bench report -r results --readme README.md"
+    )
