@@ -48,7 +48,8 @@ clean: ## remove the environments and everything built
 
 HAS_TORCH := import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=…")
-# a .pth line that lets the environment see the packages of $(PYTHON), which may stand in an environment itself
+# a .pth line that lets the environment see the packages of $(PYTHON), which may stand in an environment itself;
+# a new environment's own setuptools (an old one, before Python 3.12) would hide theirs
 HOST_PACKAGES := import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
@@ -56,7 +57,7 @@ $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)'
 	@echo "[1/3] the environment $(VENV) (once)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@if $(PYTHON) -c '$(HAS_TORCH)'; then \
+	@if $(PYTHON) -c '$(HAS_TORCH)'; then $(PIP) uninstall -q -y setuptools; \
 	  $(PYTHON) -c '$(HOST_PACKAGES)' > "$$($(PY) -c '$(SITE)')/_host_packages.pth"; fi
 	@echo "[2/3] torch"
 	@$(PY) -c '$(HAS_TORCH)' || $(PIP) install $(PIP_FLAGS) $(TORCH)

@@ -37,6 +37,8 @@ class Bench:
         self.watch = Stopwatch()
         self._modules: dict[str, Any] = {}
         self._arena: Arena | None = None
+        with self.watch("start"):
+            torch.zeros(1, device=self.device)
 
     def handle(self, job: jobs.Job) -> Any:
         """The value of the job's ``Done``."""
@@ -100,6 +102,12 @@ class Bench:
             ]
         return Bound(racer, calls, index)
 
+    def draw(self, arena: Arena, version: int, data: str, first_only: bool = False) -> None:
+        """Fill an arena's value tensors; booked as a part of checking."""
+        with self.watch("check"):
+            arena.draw(version, data, first_only)
+            self.synchronize()
+
     # -- checking -------------------------------------------------------------------------------------
 
     def check(self, arena: Arena, call: Call, version: int, data: str) -> Accuracy:
@@ -148,9 +156,9 @@ class Bench:
         c = racer.choice
         base = Trial(job.run_id, job.case, c.kernel, c.kernel_hash, c.config, "ok", c.key)
         try:
-            arena.draw(BEFORE_BIND, "normal", first_only=True)
+            self.draw(arena, BEFORE_BIND, "normal", first_only=True)
             bound = self.bind(arena, racer, index)
-            arena.draw(AFTER_BIND, "normal", first_only=index > 0)
+            self.draw(arena, AFTER_BIND, "normal", first_only=index > 0)
             accuracy = self.check(arena, bound.calls[0], AFTER_BIND, "normal")
             with self.watch("time"):
                 median, n = timing.quick(bound.runs(), job.seconds)
@@ -166,7 +174,7 @@ class Bench:
         for index, racer in enumerate(job.racers):
             self.send(Progress(f"final of {racer.choice.kernel} on {case.name}", index))
             bound.append(self.bind(arena, racer, index))
-        arena.draw(AFTER_BIND, "normal")
+        self.draw(arena, AFTER_BIND, "normal")
         with self.watch("time"):
             result = timing.race_sustained(
                 [b.runs() for b in bound], seconds=job.seconds, seed=job.seed, warm=0.2
@@ -190,13 +198,13 @@ class Bench:
     def _interpreted(self, job: jobs.InterpretJob) -> list[Accuracy]:
         case, racer = from_ref(job.case), job.racer
         arena = self.arena(self.shelf.workload(job.workload), case, job.seed)
-        arena.draw(BEFORE_BIND, "normal")
+        self.draw(arena, BEFORE_BIND, "normal")
         kernel = self.kernel(racer)
         module = self.shelf.backend(racer.backend).interpret(kernel.source(job.static, "interpret"))
         buffers = arena.sets[0]
         call = kernel.bind(module, case, racer.choice.config, buffers.inputs, buffers.outputs)
         accuracy = []
         for data in ("normal", "outliers"):
-            arena.draw(AFTER_BIND, data)
+            self.draw(arena, AFTER_BIND, data)
             accuracy.append(self.check(arena, call, AFTER_BIND, data))
         return accuracy

@@ -379,6 +379,10 @@ def doctor(
         errors.print("verdict: not fit to measure speed here", markup=False)
 
 
+def _wanted(name: str, chosen: Sequence[str] | None) -> bool:
+    return not chosen or name in chosen
+
+
 @app.command()
 def report(
     results: Files = None,
@@ -400,15 +404,14 @@ def report(
         errors.print(f"warning: {problem}", markup=False, soft_wrap=True)
     with showing() as show:
         found = catalog.load((), show.say)
-    rows = reports.rows(records, found.hashes(), [c for _, w in found.workloads().values() for c in w.cases])
-    rows = [
-        r for r in rows if (not workload or r["workload"] in workload) and (not group or r["group"] in group)
-    ]
+    cases = [c for _, w in found.workloads().values() for c in w.cases]
+    everything = reports.rows(records, found.hashes(), cases)
+    rows = [r for r in everything if _wanted(r["workload"], workload) and _wanted(r["group"], group)]
     if not rows:
         raise NothingMatched(f"no recorded race matches in {', '.join(map(str, paths)) or 'no file'}")
-    means = reports.geomeans(rows)
+    means = reports.geomeans(rows, cases)
     if readme is not None:
-        readme.write_text(reports.render_readme(readme.read_text(), rows, records))
+        readme.write_text(reports.render_readme(readme.read_text(), everything, records, cases))
     emit(means if geomean else rows, fmt, None if fmt in ("json", "csv") else reports.short_columns(geomean))
     if fail_below is not None and any((m["geomean"] or 0.0) < fail_below for m in means):
         raise typer.Exit(EXIT_LOSS)

@@ -33,7 +33,7 @@ from dsl_bench.stream import (
 )
 
 #: rounds a result keeps; longer races become medians of consecutive chunks
-KEPT_ROUNDS = 300
+KEPT_ROUNDS = 200
 WARM_S = 1.5
 SETTLE_WINDOW_S, SETTLED = 0.1, 0.003
 #: of the batches, how many may have let the device run dry

@@ -52,7 +52,7 @@ class RaceTrack:
 
     def run(self) -> int:
         """The number of races held."""
-        self.arena.draw(BEFORE_BIND, self.job.data)
+        self.bench.draw(self.arena, BEFORE_BIND, self.job.data)
         bound = self._enter()
         if not bound:
             for regime in self.job.regimes:
@@ -79,7 +79,7 @@ class RaceTrack:
             except Exception as fault:
                 self.people[index] = self.bench.verdict(self.people[index], fault)
         for data in ("outliers", self.job.data):
-            self.arena.draw(AFTER_BIND, data, first_only=data != self.job.data)
+            self.bench.draw(self.arena, AFTER_BIND, data, first_only=data != self.job.data)
             bound = [b for b in bound if self._holds(b, AFTER_BIND, data)]
         return bound
 
@@ -175,7 +175,7 @@ class RaceTrack:
 
     def _check_again(self, bound: Sequence[Bound]) -> dict[int, str]:
         """Fresh values after the race: who fails now, and why."""
-        self.arena.draw(AFTER_RACE, self.job.data, first_only=True)
+        self.bench.draw(self.arena, AFTER_RACE, self.job.data, first_only=True)
         broken = {}
         for b in bound:
             if not self._holds(b, AFTER_RACE, self.job.data):

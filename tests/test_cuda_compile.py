@@ -15,10 +15,10 @@ GEMM, UNALIGNED = gemm.KERNELS
 SKINNY, GEMV = gemm_skinny.KERNELS
 KERNELS = (GEMM, UNALIGNED, SKINNY, GEMV)
 WIDE = {"tile": "128x256 coop", "cluster": "2x1", "stages": 4, "group": 8, "splits": 0}
-SORTED = {"tile": "128x192 coop", "cluster": "1x1", "stages": 5, "group": 8, "splits": 1}
+COPIED = {"tile": "128x192 coop", "cluster": "1x1", "stages": 5, "group": 8, "splits": 1, "pdl": 1}
 BUILDS = {
     "cuda/gemm": (GEMM, "4096x2112x7168-bf16", WIDE),
-    "cuda/gemm_unaligned": (UNALIGNED, "2047x2049x2051-bf16", SORTED),
+    "cuda/gemm_unaligned": (UNALIGNED, "2047x2049x2051-bf16", COPIED),
     "cuda/gemm_skinny": (SKINNY, "16x6144x4096-bf16", None),
 }
 
@@ -59,7 +59,7 @@ def test_no_spills_and_hopper_instructions(build, kernel_id):
     assert artifact.meta["registers"] * artifact.meta["threads"] <= 65536
     assert facts.sass.get("HGMMA", 0) >= 4
     assert facts.sass.get("UTMALDG", 0) >= 2
-    assert facts.sass.get("UTMASTG", 0) >= 1
+    assert (facts.sass.get("UTMASTG", 0) >= 1) == (kernel_id != "cuda/gemm_unaligned")
     assert facts.sass.get("HMMA", 0) == 0
     assert (artifact.folder / LOG).read_text()
     assert artifact.assembler.startswith("ptxas ")
@@ -197,22 +197,28 @@ class Matrix:
         return self._address
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 3), (8, 1019), (61, 47), (129, 8), (1023, 1021)])
-def test_residue_maps_reach_every_element(monkeypatch, size):
-    made = []
-    monkeypatch.setattr(
-        _tma, "tensor_map", lambda at, dtype, shape, pitch, box: made.append((at, shape, pitch)) or b"x" * 128
-    )
-    rows, columns = size
-    data, shifts = _tma.residue_maps(Matrix(1 << 20, rows, columns), "bf16", (16, 64))
-    assert len(data) == 8 * 128
+def realigned(low, high, shift):
+    """repack.cuh's realign on lists of 16-bit elements."""
+    words = [*low, *high]
+    for bit in (4, 2, 1):
+        if shift & bit:
+            words = words[bit:] + words[:bit]
+    return words[:8]
+
+
+@pytest.mark.parametrize("columns", [1, 7, 47, 1019, 1024, 2051])
+def test_copied_rows_are_those_of_the_operand(columns):
+    rows = 5
+    memory = list(range(rows * columns)) + [-1] * 16  # what lies beyond is not the matrix's
     for row in range(rows):
-        (address, shape, pitch), shift = made[row % 8], shifts[row % 8]
-        assert address % 16 == pitch % 16 == 0
-        assert row // 8 < shape[0]
-        assert shape[1] == columns + shift
-        assert address + row // 8 * pitch + shift * 2 == (1 << 20) + row * columns * 2
-    assert all(shape[0] >= 1 and at >= 1 << 20 for at, shape, _ in made)
+        begin, end = row * columns, (row + 1) * columns
+        shift = begin % 8
+        out = []
+        for at in range(begin - shift, begin - shift + 8 * _plan.cdiv(columns, 8), 8):
+            low = memory[at : at + 8] if at < end else [0] * 8
+            high = memory[at + 8 : at + 16] if shift and at + 8 < end else [0] * 8
+            out += realigned(low, high, shift)
+        assert out[:columns] == memory[begin:end]
 
 
 class FakeModule:
@@ -220,28 +226,64 @@ class FakeModule:
 
     sms = 132
 
+    def __init__(self):
+        self.calls = []
+
     def scratch(self, name, nbytes):
         return Matrix(1 << 30, 1, max(nbytes, 1))
 
-    def launcher(self, grid, args):
-        self.grid, self.args = grid, args
-        return lambda: None
+    def launcher(self, grid, args, *, dependent=False):
+        self.grid, self.args, self.dependent = grid, args, dependent
+        return lambda: self.calls.append("gemm")
+
+    def helper(self, entry, grid, threads, args):
+        self.copy = (entry, grid, threads, [len(a) for a in args])
+        return lambda: self.calls.append(entry)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.id)
 def test_bind_passes_what_the_kernel_takes(monkeypatch, kernel):
     monkeypatch.setattr(_tma, "tensor_map", lambda *_, **__: b"x" * 128)
-    m, n, k = (1, 6144, 4096) if kernel in (SKINNY, GEMV) else (333, 1024, 4096)
+    sizes = {UNALIGNED.id: (333, 1021, 1019), GEMM.id: (333, 1024, 4096)}
+    m, n, k = sizes.get(kernel.id, (1, 6144, 4096))
     case = Case("gemm", "", {"m": m, "n": n, "k": k}, "bf16")
-    sizes = {
-        "cuda/gemm": [128, 128, 128, 64, 96],
-        "cuda/gemm_unaligned": [1024, 1024, 1024, 64, 96],
+    taken = {
+        "cuda/gemm": [128, 128, 128, 64],
+        "cuda/gemm_unaligned": [128, 128, 8, 64],
         "cuda/gemm_skinny": [128, 128, 128, 64],
         "cuda/gemv": [8, 8, 8, 4, 4, 4],
     }
     for config in (kernel.default(case), *kernel.seeds(case)):
         module = FakeModule()
         inputs = {"a": Matrix(0, m, k), "b": Matrix(0, n, k)}
-        kernel.bind(module, case, config, inputs, {"c": Matrix(0, m, n)})
-        assert [len(a) for a in module.args] == sizes[kernel.id]
+        call = kernel.bind(module, case, config, inputs, {"c": Matrix(0, m, n)})
+        assert [len(a) for a in module.args] == taken[kernel.id]
         assert 1 <= module.grid[0] <= (2 * 132 if kernel is not GEMV else 6144)
+        call.run()
+        if kernel is UNALIGNED:
+            assert module.calls == ["repack", "gemm"]
+            assert module.copy == ("repack", (_plan.cdiv(333 + 1021, 8),), 256, [40, 40])
+            assert module.dependent == bool(config["pdl"])
+
+
+@pytest.mark.parametrize(("n", "k", "copies", "bytes_of_c"), [(1021, 1024, 0, 8), (1024, 1019, 1, 128)])
+def test_only_what_tma_cannot_do_is_done_otherwise(monkeypatch, n, k, copies, bytes_of_c):
+    monkeypatch.setattr(_tma, "tensor_map", lambda *_, **__: b"x" * 128)
+    case = Case("gemm", "", {"m": 333, "n": n, "k": k}, "bf16")
+    config = UNALIGNED.default(case)
+    assert UNALIGNED.valid(case, config) is None
+    module = FakeModule()
+    inputs = {"a": Matrix(0, 333, k), "b": Matrix(0, n, k)}
+    UNALIGNED.bind(module, case, config, inputs, {"c": Matrix(0, 333, n)}).run()
+    assert module.calls == ["repack"] * copies + ["gemm"]
+    assert len(module.args[2]) == bytes_of_c
+    static = UNALIGNED.static(case, config)
+    assert (static["repack"], static["plain_stores"]) == (copies, int(bytes_of_c == 8))
+
+
+def test_rows_off_128_bytes_want_wide_tiles():
+    assert _plan.pieces(8192) == 1
+    assert _plan.pieces(8256) == 1.5
+    assert _plan.pieces(8144) == 2 - 16 / 128
+    tile = gemm.parse_tile(GEMM.default(case_named("4000x4104x4072-bf16"))["tile"])
+    assert (tile.bm, tile.bn) == (256, 176)

@@ -32,7 +32,7 @@ _STICKY = 700
 
 @dataclass(frozen=True)
 class CudaSource:
-    """One translation unit and what to make of it.
+    """One translation unit and what to make of it; kernels beside ``entry`` are for CudaModule.helper.
 
     ``file`` is the .cu file, ``entry`` its ``extern "C"`` kernel, ``defines`` its macros, ``flags`` further
     arguments of nvcc. ``smem`` (dynamic shared memory, bytes), ``threads`` (a block) and ``cluster`` (blocks
@@ -66,10 +66,13 @@ class CudaModule:
         self._device = device
         self._cubin = cubin
         self._module = ok(driver.cuModuleLoadData(cubin))
-        self._function = ok(driver.cuModuleGetFunction(self._module, entry.encode()))
+        self._function = self._find(entry)
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ok(driver.cuFuncSetAttribute(self._function, limit, self.smem))
         self._scratch: dict[str, Any] = {}
+
+    def _find(self, entry: str) -> Any:
+        return ok(self._driver.cuModuleGetFunction(self._module, entry.encode()))
 
     def scratch(self, name: str, nbytes: int) -> Any:
         """Device memory that all calls of this module share (they run one after the other on one stream):
@@ -83,36 +86,30 @@ class CudaModule:
             self._scratch[name] = held
         return held
 
-    def launcher(self, grid: Sequence[int], args: Sequence[bytes]) -> Callable[[], None]:
-        """The launch of this kernel on ``grid`` blocks with its own block, cluster and shared memory."""
-        return self._prepare(grid, (self.threads, 1, 1), self.cluster, self.smem, args)
-
-    def launch(
-        self,
-        grid: Sequence[int],
-        block: Sequence[int],
-        cluster: Sequence[int],
-        smem: int,
-        args: Sequence[bytes],
-    ) -> None:
-        """Prepare and launch at once."""
-        self._prepare(grid, block, cluster, smem, args)()
-
-    def _prepare(
-        self,
-        grid: Sequence[int],
-        block: Sequence[int],
-        cluster: Sequence[int],
-        smem: int,
-        args: Sequence[bytes],
+    def launcher(
+        self, grid: Sequence[int], args: Sequence[bytes], *, dependent: bool = False
     ) -> Callable[[], None]:
+        """The launch of this kernel on ``grid`` blocks with its own block, cluster and shared memory.
+
+        ``dependent``: it may start while the kernel before it in the stream ends, and itself waits for it
+        (programmatic dependent launch)."""
+        config = self._config(_three(grid), (self.threads, 1, 1), self.cluster, self.smem, dependent)
+        return self._prepare(self._function, config, args)
+
+    def helper(
+        self, entry: str, grid: Sequence[int], threads: int, args: Sequence[bytes]
+    ) -> Callable[[], None]:
+        """The launch of another kernel of the same file, without clusters and dynamic shared memory."""
+        config = self._config(_three(grid), (threads, 1, 1), (1, 1, 1), 0, False)
+        return self._prepare(self._find(entry), config, args)
+
+    def _prepare(self, function: Any, config: Any, args: Sequence[bytes]) -> Callable[[], None]:
         import torch
 
-        config = self._config(_three(grid), _three(block), _three(cluster), smem)
         buffers = [ctypes.create_string_buffer(a, len(a)) for a in args]
         pointers = (ctypes.c_void_p * max(1, len(buffers)))(*(ctypes.addressof(b) for b in buffers))
         address = ctypes.addressof(pointers)
-        start, function, device = self._driver.cuLaunchKernelEx, self._function, self._device
+        start, device = self._driver.cuLaunchKernelEx, self._device
         current = torch._C._cuda_getCurrentRawStream
         last = -1
 
@@ -135,20 +132,28 @@ class CudaModule:
         block: tuple[int, int, int],
         cluster: tuple[int, int, int],
         smem: int,
+        dependent: bool,
     ) -> Any:
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
         config.sharedMemBytes = smem
+        attributes = []
+        names = self._driver.CUlaunchAttributeID
         if cluster != (1, 1, 1):
-            attribute = self._driver.CUlaunchAttribute()
-            attribute.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dims = attribute.value.clusterDim
+            shape = self._driver.CUlaunchAttribute()
+            shape.id = names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            dims = shape.value.clusterDim
             dims.x, dims.y, dims.z = cluster
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        else:
-            config.numAttrs = 0
+            attributes.append(shape)
+        if dependent:
+            overlap = self._driver.CUlaunchAttribute()
+            overlap.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(overlap)
+        if attributes:
+            config.attrs = attributes
+        config.numAttrs = len(attributes)
         return config
 
 

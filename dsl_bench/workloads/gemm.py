@@ -13,7 +13,14 @@ from dsl_bench.plugin import Case, TensorSpec, UsageError, Workload, positive_in
 
 Size = tuple[int, int, int]
 
-SMOKE: tuple[Size, ...] = ((128, 128, 64), (64, 128, 128), (16, 128, 64), (72, 104, 40), (33, 61, 47), (1, 128, 64))
+SMOKE: tuple[Size, ...] = (
+    (128, 128, 64),
+    (64, 128, 128),
+    (16, 128, 64),
+    (72, 104, 40),
+    (33, 61, 47),
+    (1, 128, 64),
+)
 SQUARE: tuple[Size, ...] = tuple((n, n, n) for n in (1024, 2048, 4096, 8192, 16384))
 #: (N, K) of projections in Llama-3 8B and 70B and DeepSeek-V3, at M = 4096 tokens
 LLM: tuple[Size, ...] = tuple(

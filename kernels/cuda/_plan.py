@@ -1,5 +1,6 @@
 """The host's arithmetic behind the CUDA GEMMs: tiles, shared memory, the cut of K, a cost model. No GPU."""
 
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -181,27 +182,43 @@ def gemm_work(case: Case, tile: Tile, cluster: str, group: int, splits: int, sms
     return cut(work, splits)
 
 
-def gemm_clocks(case: Case, tile: Tile, cluster: str, splits: int) -> float:
-    """Estimated clocks of gemm.cu: the slowest of tensor cores, shared memory and L2 for a k-block, times the
-    k-blocks of the busiest cluster, and what a tile's prologue, epilogue and fix-up add.
+def pieces(pitch: int) -> float:
+    """Lines of 128 bytes that 128 bytes of a row touch on average, rows ``pitch`` bytes apart: 1 to 2."""
+    return 2 - math.gcd(pitch, 128) / 128
 
-    Rates a clock and SM: 4096 FLOP, 160 B of shared memory (128 in the manual; what wgmma reads twice is
-    partly shared), 40 B from L2. Clocks for the rest are guesses."""
+
+def gemm_clocks(case: Case, tile: Tile, cluster: str, splits: int, pitch: int) -> float:
+    """Estimated clocks of gemm.cu: the slowest of tensor cores, shared memory, L2 and TMA for a k-block,
+    times the k-blocks of the busiest cluster, and what a tile's prologue, epilogue and fix-up add.
+
+    Operands have rows ``pitch`` bytes apart. Rates a clock and SM: 4096 FLOP, 160 B of shared memory (128 in
+    the manual; what wgmma reads twice is partly shared), 40 B from L2. Each line that a row of a box touches
+    takes 1.9 clocks, a little less where a neighbour loads it (fitted to 4000x4104x4072). Clocks for the rest
+    are guesses, but for the fix-up."""
     cm, cn = blocks_of(cluster)
     work = gemm_work(case, tile, cluster, 8, splits)
     tensor = tile.bm * tile.bn * BK * 2 / 4096
     reads = tile.bm // 64 * 4 * (64 + tile.bn) * 32
     shared = (reads + tile.stage_bytes) / 160
     l2 = (tile.bm / cn + tile.bn / cm) * BK * 2 / 40
-    block = max(tensor, shared, l2) + 0.1 * min(tensor, max(shared, l2))
+    rows = 1.9 * pieces(pitch) * (0.8 * (tile.bm + tile.bn) + 0.2 * (tile.bm / cn + tile.bn / cm))
+    slowest = max(tensor, shared, l2, rows)
+    block = slowest + 0.1 * min(tensor, max(shared, l2, rows))
     exposed = 300.0 if tile.schedule == "pingpong" else 600.0 + 4.0 * tile.accumulators
     whole = cdiv(work.tiles - work.sk_tiles, work.clusters)
     total = whole * (work.k_blocks * block + exposed)
     if work.sk_units:
         share = cdiv(cdiv(work.sk_tiles * work.k_blocks, work.sk_units) * work.sk_units, work.clusters)
-        parts = max(1.0, work.sk_units / work.sk_tiles)
-        total += share * block + exposed + 2500 + (1 + parts) * tile.bm * tile.bn * 4 / 48
-    return total + (exposed if whole else 0)
+        total += share * block + exposed + 4000 + _passes(splits) * tile.bm * tile.bn * 4 / 16
+    start = 5000 + (300 if cm * cn > 1 else 0)
+    return start + total + (exposed if whole else 0)
+
+
+def _passes(splits: int) -> float:
+    """How often a block moves a tile of fp32 sums to add up parts. Stream-K: measured at three tiles, about
+    two parts written and one tile's parts read; otherwise one written and all read, which
+    takes less as not all blocks read."""
+    return 4.3 if splits == 0 else 0.6 * (1.0 + splits)
 
 
 def ranked(

@@ -56,28 +56,12 @@ def tensor_map(
 
 def matrix_map(tensor: Any, dtype: str, box: tuple[int, int], swizzle: int = 128) -> bytes:
     """The tensor map of a row-major matrix whose rows start on 16 bytes."""
-    rows, columns = tensor.shape
-    pitch = tensor.stride(0) * ELEMENT
+    return rows_map(tensor.data_ptr(), dtype, tuple(tensor.shape), tensor.stride(0), box, swizzle)
+
+
+def rows_map(
+    address: int, dtype: str, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: int = 128
+) -> bytes:
+    """The tensor map of ``shape`` elements at ``address``, rows ``pitch`` elements apart."""
     # a single row has any pitch; the driver wants one that could be
-    return tensor_map(tensor.data_ptr(), dtype, (rows, columns), max(pitch, 16), box, swizzle)
-
-
-def residue_maps(tensor: Any, dtype: str, box: tuple[int, int]) -> tuple[bytes, list[int]]:
-    """Eight tensor maps, one for the rows r, r + 8, r + 16, … of a row-major matrix, one after the other, and
-    the columns that each is shifted by.
-
-    Eight rows are a multiple of 16 bytes apart whatever their length. Map r begins at the 16 bytes that hold
-    the first element of row r, so that element (8·i + r, x) is at (i, x + shift[r]); a copy that starts at
-    shift[r] never touches what lies before. A residue without rows gets the map of row 0: the kernel reads
-    it for rows of the tile that do not exist, and does not store those."""
-    rows, columns = tensor.shape
-    pitch = tensor.stride(0) * ELEMENT
-    maps, shifts = [], []
-    for residue in range(8):
-        first = residue if residue < rows else 0
-        at = tensor.data_ptr() + first * pitch
-        shift = at % 16 // ELEMENT
-        shape = ((rows - first + 7) // 8, columns + shift)
-        maps.append(tensor_map(at - at % 16, dtype, shape, 8 * pitch, box))
-        shifts.append(shift)
-    return b"".join(maps), shifts
+    return tensor_map(address, dtype, shape, max(pitch * ELEMENT, 16), box, swizzle)

@@ -159,12 +159,14 @@ __device__ __forceinline__ void stage_columns(const float (&acc)[BN / 2], int co
     }
 }
 
-// Issues the TMA stores of one buffer, whose first element is (m, n) of C; `column` counts from the tile's first.
+// Issues the TMA stores of a warp's 16 rows of one buffer; the first element is (m, n) of C, `column` counts from
+// the tile's first.
 __device__ __forceinline__ void store_columns(const TensorMap& c, const WorkArgs& args, u32 buffer, int m, int n,
-                                              int column) {
+                                              int column, int warp) {
 #pragma unroll
     for (int x = 0; x < 64; x += STORE_COLUMNS)
-        if (column + x < BN && n + x < args.n && m < args.m) tma_store(&c, buffer + x * 64 * 2, n + x, m);
+        if (column + x < BN && n + x < args.n && m < args.m)
+            tma_store(&c, buffer + x * 64 * 2 + warp * (16 * STORE_COLUMNS * 2), n + x, m);
     tma_store_commit();
 }
 
@@ -231,18 +233,19 @@ __device__ __forceinline__ void consume(const Output& c, const WorkArgs& args, c
                 __syncwarp();
                 store_rows(c, args, at, first, n + x, BN - x, warp, lane);
 #else
-                if (thread == 0) tma_store_wait<STORE_BUFFERS - 1>();
-                named_sync(bar, 128);
+                // Every warp stores what it staged itself: none waits for another.
+                if (lane == 0) tma_store_wait<STORE_BUFFERS - 1>();
+                __syncwarp();
                 stage_columns(acc[mi], x, at, warp, lane);
                 fence_async_proxy();
-                named_sync(bar, 128);
-                if (thread == 0) store_columns(c, args, at, first, n + x, x);
+                __syncwarp();
+                if (lane == 0) store_columns(c, args, at, first + warp * 16, n + x, x, warp);
                 buffer = buffer + 1 == STORE_BUFFERS ? 0 : buffer + 1;
 #endif
             }
     }
 #if !PLAIN_STORES
-    if (thread == 0) tma_store_wait<0>();
+    if (lane == 0) tma_store_wait<0>();
 #endif
 }
 

@@ -1,11 +1,13 @@
 """GEMM by hand: C[M,N] = A[M,K] · B[N,K]ᵀ, bf16 or fp16, accumulated in fp32. Device code: gemm.cu.
 
-``cuda/gemm`` wants rows that start on 16 bytes. ``cuda/gemm_unaligned`` takes any: the same kernel, with
-eight tensor maps an operand. One binary serves all shapes; raster and cuts of K are arguments.
+``cuda/gemm`` wants rows that start on 16 bytes. ``cuda/gemm_unaligned`` takes the rest: the same kernel
+behind one that copies A and B to aligned rows (repack.cuh), and ordinary stores of C. A binary
+serves all shapes: raster and cuts of K are arguments.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from dsl_bench.kernels.cuda._plan import (
     INT32_MAX,
     Tile,
     blocks_of,
+    cdiv,
     cut_reason,
     gemm_clocks,
     gemm_work,
@@ -40,16 +43,14 @@ SPACE: dict[str, Sequence[Any]] = {
     "group": (8, 16, 4),
     "splits": (1, 0, 2, 3, 4, 8),
 }
-UNALIGNED_TILES = (
-    *("128x256 coop", "128x192 coop", "128x128 coop", "256x128 coop", "256x192 coop", "128x64 coop"),
-    *("64x256 coop", "64x128 coop", "128x192 pingpong", "128x128 pingpong"),
-)
-UNALIGNED_SPACE: dict[str, Sequence[Any]] = {
-    **SPACE,
-    "tile": UNALIGNED_TILES,
-    "group": (8, 16),
-    "splits": (1, 0, 2, 4),
-}
+#: pdl: the GEMM may be launched while the copy ends (programmatic dependent launch)
+UNALIGNED_SPACE: dict[str, Sequence[Any]] = {**SPACE, "group": (8, 16), "splits": (1, 0, 2, 4), "pdl": (0, 1)}
+#: elements that a copied row is rounded up to: 128 bytes
+PITCH = 64
+#: repack.cuh: elements a warp copies, warps a block
+RUN, REPACK_WARPS = 1024, 8
+#: valid refuses what the cost model thinks this many times as long as the best, and this many clocks longer
+JUNK, JUNK_CLOCKS = 1.6, 6000
 
 
 def parse_tile(text: str) -> Tile:
@@ -90,19 +91,68 @@ def _reason(case: Case, config: Config) -> str | None:
 
 def valid(case: Case, config: Config) -> str | None:
     """None, or why ``cuda/gemm`` cannot do ``case`` with ``config``."""
-    return tma_reason(K=case["k"], N=case["n"]) or _reason(case, config)
+    return tma_reason(K=case["k"], N=case["n"]) or _reason(case, config) or _junk(case, config)
 
 
 def valid_unaligned(case: Case, config: Config) -> str | None:
-    """None, or why ``cuda/gemm_unaligned`` cannot do ``case`` with ``config``."""
-    tile = parse_tile(str(config["tile"]))
-    if tile.bn % 64 or 64 % (tile.bm // 8):
-        return f"a {tile.bm}x{tile.bn} tile cannot be sorted into eight residues"
-    return _reason(case, config)
+    """None, or why ``cuda/gemm_unaligned`` cannot or need not do ``case`` with ``config``."""
+    if not tma_reason(K=case["k"], N=case["n"]):
+        return "all rows start on 16 bytes: nothing to copy, use cuda/gemm"
+    if config["pdl"] and case["k"] % 8 == 0:
+        return "no copy to depend on: rows of A and B start on 16 bytes"
+    if (case["m"] + case["n"]) * cdiv(case["k"], RUN) > INT32_MAX:
+        return "more pieces to copy than an int counts"
+    return _reason(case, config) or _junk(case, config)
 
 
-def static(residues: int, case: Case, config: Config) -> dict[str, Any]:
-    """All that is baked in: the tile, the ring, the cluster, the type, and whether K may be cut."""
+def _sizes(case: Case) -> tuple[int, int, int]:
+    return case["m"], case["n"], case["k"]
+
+
+def _junk(case: Case, config: Config) -> str | None:
+    clocks = _clocks(_sizes(case), config["tile"], config["cluster"], config["splits"])
+    best = _best_clocks(_sizes(case))
+    if clocks < max(JUNK * best, best + JUNK_CLOCKS):
+        return None
+    return f"{clocks / best:.1f} times the estimated time of the best"
+
+
+def _pitch(k: int) -> int:
+    """Bytes from row to row of what TMA reads: the operands, or their copies."""
+    return 2 * (k if k % 8 == 0 else cdiv(k, PITCH) * PITCH)
+
+
+@lru_cache(maxsize=65536)
+def _clocks(sizes: tuple[int, int, int], tile: str, cluster: str, splits: int) -> float:
+    case = Case("gemm", "", dict(zip("mnk", sizes, strict=True)), "bf16")
+    return gemm_clocks(case, parse_tile(tile), cluster, splits, _pitch(sizes[2]))
+
+
+@lru_cache(maxsize=1024)
+def _best_clocks(sizes: tuple[int, int, int]) -> float:
+    """The least of all that can be launched, whatever the alignment."""
+    case = Case("gemm", "", dict(zip("mnk", sizes, strict=True)), "bf16")
+    clocks = (
+        _clocks(sizes, c["tile"], c["cluster"], c["splits"])
+        for c in _launches(UNALIGNED_SPACE if tma_reason(K=sizes[2], N=sizes[1]) else SPACE)
+        if _reason(case, c) is None
+    )
+    return min(clocks, default=1.0)
+
+
+def _launches(space: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """All tiles, clusters and cuts, with the deepest ring that fits."""
+    for tile in space["tile"]:
+        base = {"tile": tile, "stages": min(8, parse_tile(tile).max_stages()), "group": 8}
+        for cluster in space["cluster"]:
+            for splits in space["splits"]:
+                config = {"tile": tile, "cluster": cluster, **base, "splits": splits}
+                yield {**config, "pdl": 0} if "pdl" in space else config
+
+
+def static(case: Case, config: Config) -> dict[str, Any]:
+    """All that is baked in: the tile, the ring, the cluster, the type, whether K may be cut, whether operands
+    are copied first and whether C takes ordinary stores."""
     tile = parse_tile(str(config["tile"]))
     cm, cn = blocks_of(str(config["cluster"]))
     stages = int(config["stages"])
@@ -115,7 +165,8 @@ def static(residues: int, case: Case, config: Config) -> dict[str, Any]:
         "stages": stages,
         "partial": int(int(config["splits"]) != 1),
         "bf16": int(case.dtype == "bf16"),
-        "residues": residues,
+        "repack": int(case["k"] % 8 != 0),
+        "plain_stores": int(case["n"] % 8 != 0),
     }
 
 
@@ -139,87 +190,124 @@ def store_columns(bn: int) -> int:
     return 64 if bn % 64 == 0 else 32 if bn % 32 == 0 else 16
 
 
-def _maps(tile: Tile, cluster: str, dtype: str, a: Any, b: Any, c: Any) -> list[bytes]:
-    cm, cn = blocks_of(cluster)
+@dataclass(frozen=True)
+class Rows:
+    """An operand as TMA reads it: the address, ``shape`` in elements, ``pitch`` elements from row to row."""
+
+    address: int
+    shape: tuple[int, int]
+    pitch: int
+
+
+def _rows(tensor: Any) -> Rows:
+    return Rows(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(0))
+
+
+def _repack(module: Any, tensors: Sequence[Any]) -> tuple[Callable[[], None], list[Rows], list[Any]]:
+    """The launch that copies all ``tensors`` [rows, K] to aligned rows, the copies, and what to keep."""
+    copies, args, kept, warps = [], [], [], 0
+    for name, tensor in zip(("a", "b"), tensors, strict=True):
+        rows, columns = tensor.shape
+        pitch = cdiv(columns, PITCH) * PITCH
+        memory = module.scratch(f"rows of {name}", rows * pitch * 2)
+        runs = cdiv(columns, RUN)
+        args.append(
+            struct.pack(
+                "<2Q6i",
+                *(tensor.data_ptr(), memory.data_ptr()),
+                *(rows, columns, cdiv(columns, 8), pitch // 8, runs, rows * runs),
+            )
+        )
+        warps += rows * runs
+        copies.append(Rows(memory.data_ptr(), (rows, columns), pitch))
+        kept.append(memory)
+    run = module.helper("repack", (cdiv(warps, REPACK_WARPS),), 32 * REPACK_WARPS, args)
+    return run, copies, kept
+
+
+def _output(tile: Tile, dtype: str, c: Any) -> bytes:
+    """C's tensor map, or its address where its rows have none."""
+    if c.shape[1] % 8:
+        return struct.pack("<Q", c.data_ptr())
     columns = store_columns(tile.bn)
-    return [
-        _tma.matrix_map(a, dtype, (tile.bm // cn, 64)),
-        _tma.matrix_map(b, dtype, (tile.bn // cm, 64)),
-        _tma.matrix_map(c, dtype, (64, columns), columns * 2),
-    ]
-
-
-def _residue_maps(tile: Tile, dtype: str, a: Any, b: Any, c: Any) -> tuple[list[bytes], list[int]]:
-    maps, shifts = [], []
-    for tensor, rows in ((a, tile.bm // 8), (b, tile.bn // 8), (c, tile.bm // 8)):
-        made, moved = _tma.residue_maps(tensor, dtype, (rows, 64))
-        maps.append(made)
-        shifts += moved
-    return maps, shifts
+    return _tma.matrix_map(c, dtype, (16, columns), columns * 2)
 
 
 def bind(
-    residues: int,
-    module: Any,
-    case: Case,
-    config: Config,
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
+    module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
-    """Tensor maps, the cut of K and the launch."""
+    """Tensor maps, the cut of K and the launch, or two: the copy of rows that TMA cannot read comes first."""
     tile, cluster = parse_tile(str(config["tile"])), str(config["cluster"])
-    a, b, c = inputs["a"], inputs["b"], outputs["c"]
-    shifts = [0] * 24
-    if residues == 1:
-        maps = _maps(tile, cluster, case.dtype, a, b, c)
-    else:
-        maps, shifts = _residue_maps(tile, case.dtype, a, b, c)
+    tensors, c = (inputs["a"], inputs["b"]), outputs["c"]
+    copy, rows, kept = None, [_rows(t) for t in tensors], []
+    if case["k"] % 8:
+        copy, rows, kept = _repack(module, tensors)
     work = gemm_work(case, tile, cluster, int(config["group"]), int(config["splits"]), module.sms)
     cm, cn = blocks_of(cluster)
     workspace = module.scratch("workspace", 2 * work.sk_units * cm * cn * tile.bm * tile.bn * 4)
     counters = module.scratch("counters", work.sk_tiles * cm * cn * 4 * 4)
-    args = [*maps, work.pack(workspace.data_ptr(), counters.data_ptr()), struct.pack("<24i", *shifts)]
-    run = module.launcher((work.launched * cm * cn,), args)
-    return Call(run, keep=(workspace, counters, a, b, c))
+    boxes = ((tile.bm // cn, 64), (tile.bn // cm, 64))
+    maps = [
+        _tma.rows_map(r.address, case.dtype, r.shape, r.pitch, b) for r, b in zip(rows, boxes, strict=True)
+    ]
+    args = [*maps, _output(tile, case.dtype, c), work.pack(workspace.data_ptr(), counters.data_ptr())]
+    multiply = module.launcher((work.launched * cm * cn,), args, dependent=bool(config.get("pdl", 0)))
+    return Call(_both(copy, multiply), keep=(workspace, counters, *kept, *tensors, c))
+
+
+def _both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    if first is None:
+        return second
+    copy = first
+
+    def run() -> None:
+        copy()
+        second()
+
+    return run
 
 
 @lru_cache(maxsize=256)
-def _guesses(sizes: tuple[int, int, int], dtype: str, unaligned: bool) -> tuple[dict[str, Any], ...]:
-    case = Case("gemm", "", dict(zip("mnk", sizes, strict=True)), dtype)
+def _guesses(sizes: tuple[int, int, int], unaligned: bool) -> tuple[dict[str, Any], ...]:
+    """What the cost model ranks first: overall, of whole tiles, without clusters, and of each schedule."""
+    case = Case("gemm", "", dict(zip("mnk", sizes, strict=True)), "bf16")
     space, check = (UNALIGNED_SPACE, valid_unaligned) if unaligned else (SPACE, valid)
-
-    def cost(config: Mapping[str, Any]) -> float:
-        return gemm_clocks(case, parse_tile(config["tile"]), config["cluster"], config["splits"])
-
-    every = (
-        {"tile": t, "cluster": c, "stages": min(8, parse_tile(t).max_stages()), "group": 8, "splits": s}
-        for t in space["tile"]
-        for c in space["cluster"]
-        for s in space["splits"]
+    possible = ranked(
+        (c for c in _launches(space) if check(case, c) is None),
+        lambda c: _clocks(sizes, c["tile"], c["cluster"], c["splits"]),
     )
-    possible = [config for config in every if check(case, config) is None]
-    return tuple(spread(ranked(possible, cost), ("tile", "splits"), 8))
-
-
-def _all_guesses(case: Case, unaligned: bool) -> tuple[dict[str, Any], ...]:
-    return _guesses((case["m"], case["n"], case["k"]), case.dtype, unaligned)
+    whole = [c for c in possible if c["splits"] == 1]
+    lists = (
+        (possible, ("tile", "splits"), 5),
+        (whole, ("tile",), 6),
+        ([c for c in whole if c["cluster"] == "1x1"], ("tile",), 2),
+        ([c for c in possible if c["splits"] > 1], ("splits",), 2),
+        ([c for c in whole if c["tile"].endswith("pingpong")], ("tile",), 1),
+    )
+    found = {tuple(c.items()): c for configs, keys, count in lists for c in spread(configs, keys, count)}
+    return tuple(found.values())
 
 
 def default(unaligned: bool, case: Case) -> Config:
     """The cost model's first choice; where nothing is valid, a config whose reason says why."""
     first = {"tile": "128x256 coop", "cluster": "2x1", "stages": 4, "group": 8, "splits": 1}
-    return next(iter(_all_guesses(case, unaligned)), first)
+    return next(iter(_guesses(_sizes(case), unaligned)), {**first, "pdl": 0} if unaligned else first)
 
 
 def seeds(unaligned: bool, case: Case) -> Sequence[Config]:
-    """Further choices of the cost model, and its first with another raster and with whole tiles."""
-    found = _all_guesses(case, unaligned)
+    """Further choices of the cost model, and its first with an overlapped launch or another raster."""
+    found = _guesses(_sizes(case), unaligned)
     check = valid_unaligned if unaligned else valid
-    others = [{**g, **change} for g in found[:1] for change in ({"splits": 1}, {"group": 16})]
+    changes: tuple[dict[str, Any], ...] = (
+        {"pdl": 1} if unaligned else {},
+        {"group": 16},
+        *({"cluster": c} for c in SPACE["cluster"]),
+    )
+    others = [{**g, **change} for g in found[:1] for change in changes]
     return [*(o for o in others if o not in found and check(case, o) is None), *found[1:]]
 
 
-FILES = ("gemm.cu", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py")
+FILES = ("gemm.cu", "repack.cuh", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py")
 
 KERNELS = (
     Kernel(
@@ -229,9 +317,9 @@ KERNELS = (
         default=partial(default, False),
         seeds=partial(seeds, False),
         valid=valid,
-        static=partial(static, 1),
+        static=static,
         source=source,
-        bind=partial(bind, 1),
+        bind=bind,
         needs=Needs(archs=("sm_90a",)),
         files=FILES,
         summary="persistent, warp-specialised wgmma fed by TMA; multicast, ping-pong, stream-K",
@@ -243,11 +331,11 @@ KERNELS = (
         default=partial(default, True),
         seeds=partial(seeds, True),
         valid=valid_unaligned,
-        static=partial(static, 8),
+        static=static,
         source=source,
-        bind=partial(bind, 8),
+        bind=bind,
         needs=Needs(archs=("sm_90a",)),
         files=FILES,
-        summary="any M, N, K: rows on odd addresses through eight tensor maps an operand",
+        summary="rows on any 2 bytes: copied to aligned ones first, C by ordinary stores",
     ),
 )

@@ -26,6 +26,8 @@ _SMEM_BYTES, _L2_BYTES = 128, 64
 #: clocks of one 128-byte row of a TMA box whose pitch is no multiple of 128 bytes (two L2 lines a row): four
 #: tile shapes of gemm and gemm_ws at 4000x4104x4072 on an H200 fit it within 3 %, with and without multicast
 _ODD_ROW = 3.6
+#: elements: what an operand's load costs in clock rate under the power limit, a little more than nothing
+_POWER = 15
 #: clocks until the first operand of a block has come, and from the last product to the stored tile
 _START, _FINISH = 1500, 600
 #: clocks that a split tile costs its last owner: a partial written, a fence, the others' read
@@ -99,9 +101,10 @@ def consumers(bm: int) -> int:
 
 
 def register_reason(bm: int, bn: int) -> str | None:
-    """Why the fp32 sums of a tile do not fit a consumer's registers (240; with three consumers 160), or None."""
+    """Why the fp32 sums of a tile do not fit a consumer's registers, or None. Two consumers have 240; ptxas
+    refuses a single wgmma of three consumers that needs more than the 128 registers of 512 threads."""
     per_thread = bm * bn // (128 * consumers(bm))
-    limit = 176 if bm == 256 else 104 if bm == 192 else 128
+    limit = 192 if bm == 256 else 96 if bm == 192 else 128
     return f"{per_thread} fp32 sums a thread, over {limit}" if per_thread > limit else None
 
 
@@ -129,7 +132,8 @@ def clocks(
 ) -> float:
     """Clocks of the product: waves of whole tiles over all SMs; clusters of (rows, columns) of tiles."""
     tiles = cdiv(cdiv(case["m"], bm), cluster[0]) * cdiv(cdiv(case["n"], bn), cluster[1])
-    return cdiv(tiles, SMS // (cluster[0] * cluster[1])) * tile_clocks(case, bm, bn, bk, persistent) + _START
+    traffic = 1 + _POWER * (1 / bm + 1 / bn)
+    return traffic * cdiv(tiles, SMS // (cluster[0] * cluster[1])) * tile_clocks(case, bm, bn, bk, persistent) + _START
 
 
 def split_clocks(case: Case, bm: int, bn: int, bk: int) -> float:

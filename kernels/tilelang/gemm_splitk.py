@@ -57,7 +57,7 @@ def valid(case: Case, config: Config) -> str | None:
         return reason
     if bm == 256 and bn > 128:
         return "256 rows leave registers for 128 columns of fp32 sums"
-    if reason := plan.smem_reason(plan.ring_bytes(bm, bn, bk, stages) + plan.staging_bytes(bm, bn)):
+    if reason := plan.smem_reason(plan.persistent_bytes(bm, bn, bk, stages)):
         return reason
     tiles = _tiles(case, config)
     if tiles % plan.SMS == 0:

@@ -5,6 +5,7 @@ boxes (a workspace; part of every run), the persistent kernel of ``gemm_ws`` mul
 odd, stores C with plain predicated stores by way of shared memory. With K divisible by 8 the pass falls away.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +18,10 @@ from dsl_bench.backends.tilelang import TilelangSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
 SPACE = {
-    "bm": (128, 256, 64),
-    "bn": (256, 128, 64, 192),
+    "bm": (128, 256, 64, 192),
+    "bn": (256, 128, 64, 192, 176),
     "stages": (4, 3, 5, 6),
+    "cluster": ("1x1", "2x1", "1x2"),
     "group": (8, 16),
     "pack_rows": (8, 16),
     "pack_cols": (512, 256),
@@ -56,7 +58,7 @@ def build_pack(pack_rows: int, pack_cols: int, dtype: str) -> Any:
 
 def static(case: Case, config: Config) -> Static:
     """Tiles and ring, whether C can take TMA, whether rows are copied, and the element type."""
-    baked = {x: config[x] for x in ("bm", "bn", "stages", "pack_rows", "pack_cols")}
+    baked = {x: config[x] for x in ("bm", "bn", "stages", "cluster", "pack_rows", "pack_cols")}
     return {
         **baked,
         "direct": case["n"] % 8 != 0,
@@ -67,10 +69,10 @@ def static(case: Case, config: Config) -> Static:
 
 def source(static: Static, arch: str) -> TilelangSource:
     """The product, and with it the pass over A and B where rows need one."""
-    product = {x: static[x] for x in ("bm", "bn", "stages", "direct", "dtype")}
+    product = {x: static[x] for x in ("bm", "bn", "stages", "cluster", "direct", "dtype")}
     copied = {x: static[x] for x in ("pack_rows", "pack_cols", "dtype")}
     extra = (TilelangSource(build_pack, copied),) if static["pack"] else ()
-    return TilelangSource(gemm_ws.build, {**product, "cluster": 1}, plan.BY_HAND, extra)
+    return TilelangSource(gemm_ws.build, product, plan.BY_HAND, extra)
 
 
 def bind(
@@ -80,8 +82,8 @@ def bind(
     import torch
 
     a, b, c = inputs["a"], inputs["b"], outputs["c"]
-    tiles = plan.cdiv(case["m"], int(config["bm"])) * plan.cdiv(case["n"], int(config["bn"]))
-    grid = min(module.sms, tiles), int(config["group"])
+    bm, bn, group = (int(config[x]) for x in ("bm", "bn", "group"))
+    grid = gemm_ws.grid(case, bm, bn, str(config["cluster"]), group, module.sms)
     if case["k"] % 8 == 0:
         return Call(module.launcher(a, b, c, *grid))
     length = plan.cdiv(case["k"], gemm_ws.BK) * gemm_ws.BK
@@ -104,23 +106,23 @@ def valid(case: Case, config: Config) -> str | None:
         return "rows start on 16 bytes: the aligned kernels need no copy"
     if reason := plan.size_reason(m * (k + 64), n * (k + 64), m * n):
         return reason
-    if bm == 256 and bn > 128:
-        return "256 rows leave registers for 128 columns of fp32 sums"
-    if int(config["group"]) != 8 and plan.cdiv(m, bm) <= 8:
-        return "the raster's bands are no shorter than the matrix: all heights are the same"
     if k % 8 == 0 and (config["pack_rows"], config["pack_cols"]) != (8, 512):
         return "nothing is copied: the pass's tile does not matter"
-    return plan.smem_reason(plan.ring_bytes(bm, bn, gemm_ws.BK, stages) + plan.staging_bytes(bm, bn))
+    return gemm_ws.shape_reason(case, bm, bn, stages, str(config["cluster"]), int(config["group"]))
 
 
 def _cost(case: Case, config: Config) -> float:
-    return gemm_ws.cost(case, {**config, "cluster": 1})
+    """As in gemm_ws, on rows of whole boxes where they are copied."""
+    if case["k"] % 8 == 0:
+        return gemm_ws.cost(case, config)
+    length = plan.cdiv(case["k"], gemm_ws.BK) * gemm_ws.BK
+    return gemm_ws.cost(dataclasses.replace(case, params={**case.params, "k": length}), config)
 
 
 def _ranked(case: Case) -> list[dict[str, Any]]:
     rest = {"group": 8, "pack_rows": 8, "pack_cols": 512}
-    shapes = itertools.product(SPACE["bm"], SPACE["bn"], SPACE["stages"])
-    configs = ({"bm": bm, "bn": bn, "stages": stages, **rest} for bm, bn, stages in shapes)
+    shapes = itertools.product(*(SPACE[x] for x in ("bm", "bn", "stages", "cluster")))
+    configs = ({"bm": bm, "bn": bn, "stages": s, "cluster": c, **rest} for bm, bn, s, c in shapes)
     return plan.best_tiles(case, configs, valid, _cost)
 
 
