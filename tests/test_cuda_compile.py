@@ -15,7 +15,7 @@ GEMM, UNALIGNED = gemm.KERNELS
 SKINNY, GEMV = gemm_skinny.KERNELS
 KERNELS = (GEMM, UNALIGNED, SKINNY, GEMV)
 WIDE = {"tile": "128x256 coop", "cluster": "2x1", "stages": 4, "group": 8, "splits": 0}
-COPIED = {"tile": "128x192 coop", "cluster": "1x1", "stages": 5, "group": 8, "splits": 1, "pdl": 1}
+COPIED = {"tile": "192x176 coop", "cluster": "1x2", "stages": 4, "group": 8, "splits": 1, "pdl": 1}
 BUILDS = {
     "cuda/gemm": (GEMM, "4096x2112x7168-bf16", WIDE),
     "cuda/gemm_unaligned": (UNALIGNED, "2047x2049x2051-bf16", COPIED),

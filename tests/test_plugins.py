@@ -130,7 +130,10 @@ def test_a_broken_plugin_is_shown_and_costs_nobody_else(install: Install, cli: A
 def test_a_plugin_whose_probe_hangs_is_cut_off(install: Install, cli: Any) -> None:
     install()
     install("other", find="ready = target", put="__import__('time').sleep(999); ready = target")
-    impatient = "from dsl_bench import catalog, pool; catalog.DESCRIBE_SECONDS = pool.START_SECONDS = 5.0"
+    impatient = (
+        "from dsl_bench import catalog, pool; "
+        "catalog.DESCRIBE_SECONDS = 5.0; pool.START_SECONDS['describe'] = 5.0"
+    )
     (row,) = listed(cli, before=impatient)["other"]
     assert row["state"] == "failed"
     assert row["reason"]

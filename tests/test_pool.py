@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -51,7 +50,7 @@ def test_a_refused_job_leaves_the_worker_alive(worker):
 
 
 def test_a_silent_worker_is_killed_at_its_deadline_and_replaced(worker, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
+    monkeypatch.setitem(pool.START_SECONDS, "describe", 5.0)
     origin = file_origin(tmp_path, "import time\ntime.sleep(600)\n")
     start = time.monotonic()
     outcome = worker.run(jobs.Describe(origin), 1.0)
@@ -72,7 +71,12 @@ def test_a_worker_that_is_killed_names_the_signal(worker, tmp_path):
 
 
 def test_what_a_plugin_prints_does_not_reach_the_protocol(worker, tmp_path):
-    text = "import os, sys\nprint('{}')\nos.write(1, b'noise\\n')\nKERNELS = ()\nWORKLOAD = None\nraise ValueError('seen')\n"
+    text = """
+import os
+print("{}")
+os.write(1, b"noise" + bytes([10]))
+raise ValueError("seen")
+"""
     outcome = worker.run(jobs.Describe(file_origin(tmp_path, text)), 30.0)
     assert outcome.done is not None
     described = msgspec.json.decode(outcome.done.value, type=jobs.Described)
@@ -81,11 +85,13 @@ def test_what_a_plugin_prints_does_not_reach_the_protocol(worker, tmp_path):
 
 
 def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "START_SECONDS", 5.0)
+    monkeypatch.setitem(pool.START_SECONDS, "describe", 5.0)
     mark = tmp_path / "pid"
     text = (
         "import subprocess, time, pathlib\n"
-        f"p = subprocess.Popen(['sleep', '600'])\npathlib.Path({str(mark)!r}).write_text(str(p.pid))\ntime.sleep(600)\n"
+        "p = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(mark)!r}).write_text(str(p.pid))\n"
+        "time.sleep(600)\n"
     )
     worker.run(jobs.Describe(file_origin(tmp_path, text)), 2.0)
     pid = int(mark.read_text())
@@ -140,4 +146,4 @@ def _alive(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z" and os.path.exists(f"/proc/{pid}")
+    return state != "Z"

@@ -92,17 +92,14 @@ def units_of_block(block, tiles, steps, blocks, whole, quota):
         yield now, first, take
 
 
-@pytest.mark.parametrize("waves", [0, 1, -1])
+@pytest.mark.parametrize("split", [-2, -1, 0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("tiles", "steps"), [(48, 32), (133, 7), (288, 112), (5, 64), (264, 3), (1, 500), (400, 5)]
 )
-def test_split_covers_every_step_once_and_finds_every_part(kernels, tiles, steps, waves):
-    from dsl_bench.kernels.tilelang import _plan as plan
+def test_split_covers_every_step_once_and_finds_every_part(kernels, tiles, steps, split):
+    from dsl_bench.kernels.tilelang import _streamk as streamk
 
-    blocks = min(132, tiles * steps)
-    whole, quota = (0, plan.cdiv(tiles * steps, blocks))
-    if waves >= 0:
-        whole, quota = plan.split_plan(tiles, steps, blocks, waves)
+    blocks, whole, quota = streamk.blocks_of(tiles, steps, 132, split)
     done: dict[int, list[int]] = {t: [] for t in range(tiles)}
     parts: dict[int, list[int]] = {}
     slots: set[int] = set()
@@ -123,10 +120,30 @@ def test_split_covers_every_step_once_and_finds_every_part(kernels, tiles, steps
         assert sorted(read) == sorted(wrote), tile
 
 
+@pytest.mark.parametrize("bn", [16, 64, 160, 176, 192, 208, 224, 256])
+def test_chunks_cover_the_tile(kernels, bn):
+    from dsl_bench.kernels.tilelang import _plan as plan
+
+    width, starts = plan.chunk(bn), plan.chunks(bn)
+    assert {c for s in starts for c in range(s, s + width)} == set(range(bn))
+    assert len(starts) == plan.cdiv(bn, width)
+
+
+def test_whole_tiles_are_preferred_to_splits(kernels):
+    even, ragged = case_of(4096, 4096, 4096), case_of(517, 10248, 2056)
+    split = kernels["gemm_splitk"]
+    assert not [c for c in split.configs() if split.valid(even, c) is None]
+    assert split.valid(ragged, split.default(ragged)) is None
+    skinny = kernels["gemm_skinny"]
+    first = skinny.default(case_of(16, 6144, 4096))
+    assert (first["bm"], first["bk"], first["stages"], first["split"]) == (64, 128, 10, 1)
+    assert skinny.default(case_of(16, 4096, 14336))["split"] == 2
+
+
 @pytest.mark.slow
 def test_persistent_kernel_with_multicast(kernels, tmp_path):
     kernel, case = kernels["gemm_ws"], case_of(4096, 4096, 4096)
-    config = {"bm": 128, "bn": 256, "stages": 4, "cluster": 2, "group": 8}
+    config = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "group": 8}
     assert kernel.valid(case, config) is None
     artifact = build(kernel, case, config, tmp_path)
     facts = facts_of(artifact)

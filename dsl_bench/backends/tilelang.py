@@ -98,7 +98,7 @@ class TilelangBackend(Backend):
         Raises whatever TileLang or nvcc raises, and KernelFault where no cubin came out. A compiler that
         aborts takes the process with it: the runner calls this in a worker."""
         for i, extra in enumerate(source.extra):
-            _compile_one(extra, arch, folder / f"extra{i}")
+            _compile_shared(extra, arch, folder / f"extra{i}")
         meta = _compile_one(source, arch, folder)
         meta["extra"] = len(source.extra)
         return Artifact(folder, f"{_NAME}.cubin", meta["entry"], f"ptxas {_nvcc_version()}", meta)
@@ -134,6 +134,24 @@ def _settings(cache: Path) -> Iterator[None]:
             else:
                 os.environ[name] = value
         shutil.rmtree(cache, ignore_errors=True)
+
+
+#: files of further functions that this process has compiled, by all that decides them: the configs of a kernel
+#: mostly share theirs, and one takes 4 to 10 s
+_shared: dict[str, dict[str, bytes]] = {}
+
+
+def _compile_shared(source: TilelangSource, arch: str, folder: Path) -> None:
+    """Compile one further function into ``folder``, or write once more what it came to in this process."""
+    args, passes = sorted(source.args.items()), sorted(source.passes.items())
+    key = repr((source.build.__module__, source.build.__qualname__, args, passes, arch))
+    if key not in _shared:
+        _compile_one(source, arch, folder)
+        _shared[key] = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in _shared[key].items():
+        (folder / name).write_bytes(content)
 
 
 def _compile_one(source: TilelangSource, arch: str, folder: Path) -> dict[str, Any]:

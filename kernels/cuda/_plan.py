@@ -218,7 +218,7 @@ def _passes(splits: int) -> float:
     """How often a block moves a tile of fp32 sums to add up parts. Stream-K: measured at three tiles, about
     two parts written and one tile's parts read; otherwise one written and all read, which
     takes less as not all blocks read."""
-    return 4.3 if splits == 0 else 0.6 * (1.0 + splits)
+    return 4.3 if splits == 0 else 0.45 * (1.0 + splits)
 
 
 def ranked(

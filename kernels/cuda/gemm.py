@@ -50,7 +50,7 @@ PITCH = 64
 #: repack.cuh: elements a warp copies, warps a block
 RUN, REPACK_WARPS = 1024, 8
 #: valid refuses what the cost model thinks this many times as long as the best, and this many clocks longer
-JUNK, JUNK_CLOCKS = 1.6, 6000
+JUNK, JUNK_CLOCKS = 1.6, 8000
 
 
 def parse_tile(text: str) -> Tile:
@@ -295,16 +295,19 @@ def default(unaligned: bool, case: Case) -> Config:
 
 
 def seeds(unaligned: bool, case: Case) -> Sequence[Config]:
-    """Further choices of the cost model, and its first with an overlapped launch or another raster."""
+    """Further choices of the cost model, after them the first with another raster, and with other clusters where
+    the model thinks little of the difference. An overlapped launch comes first where there is one."""
     found = _guesses(_sizes(case), unaligned)
     check = valid_unaligned if unaligned else valid
-    changes: tuple[dict[str, Any], ...] = (
-        {"pdl": 1} if unaligned else {},
-        {"group": 16},
-        *({"cluster": c} for c in SPACE["cluster"]),
-    )
+
+    def near(config: Mapping[str, Any]) -> bool:
+        clocks = _clocks(_sizes(case), config["tile"], config["cluster"], config["splits"])
+        return config not in found and clocks < 1.15 * _best_clocks(_sizes(case)) and not check(case, config)
+
+    overlapped = [{**g, "pdl": 1} for g in found[:1] if unaligned]
+    changes: tuple[dict[str, Any], ...] = ({"group": 16}, *({"cluster": c} for c in SPACE["cluster"]))
     others = [{**g, **change} for g in found[:1] for change in changes]
-    return [*(o for o in others if o not in found and check(case, o) is None), *found[1:]]
+    return [*filter(near, overlapped), *found[1:], *filter(near, others)]
 
 
 FILES = ("gemm.cu", "repack.cuh", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py")

@@ -136,10 +136,21 @@ def clocks(
     return traffic * cdiv(tiles, SMS // (cluster[0] * cluster[1])) * tile_clocks(case, bm, bn, bk, persistent) + _START
 
 
+def waste(m: int, n: int, bm: int, bn: int) -> float:
+    """Multiply-adds of all waves of whole tiles over those of the product."""
+    return cdiv(cdiv(m, bm) * cdiv(n, bn), SMS) * SMS * bm * bn / (m * n)
+
+
+def fixup(bm: int, bn: int, parts: int) -> float:
+    """Clocks that the last owner of a tile cut into ``parts`` spends on adding them up."""
+    return _FIXUP + bm * bn / 8 * parts
+
+
 def split_clocks(case: Case, bm: int, bn: int, bk: int) -> float:
     """Clocks of the product when the last tiles are split evenly over all SMs."""
     tiles = cdiv(case["m"], bm) * cdiv(case["n"], bn)
-    return tiles / SMS * tile_clocks(case, bm, bn, bk, True) + _START + _FIXUP + bm * bn / 8
+    traffic = 1 + _POWER * (1 / bm + 1 / bn)
+    return traffic * (tiles / SMS * tile_clocks(case, bm, bn, bk, True) + _START) + 4 * fixup(bm, bn, 3)
 
 
 def split_plan(tiles: int, iters: int, ctas: int, waves: int) -> tuple[int, int]:

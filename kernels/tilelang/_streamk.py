@@ -2,7 +2,7 @@
 once. Used with C = X·Yᵀ as it is, and transposed for few tokens.
 
 Every block walks K steps of the split tiles first (``quota`` consecutive steps of the sequence tile by tile),
-then whole tiles. A block that did part of a tile leaves fp32 sums in its own slot of a workspace and adds its
+then whole tiles; either part may be empty. A block that did part of a tile leaves fp32 sums in its own slot of a workspace and adds its
 steps to the tile's counter; the one whose addition completes the tile adds all slots up in the order of K,
 whoever came last, so that results repeat bit by bit. It also returns the counter to zero for the next launch.
 No block ever waits for another.
@@ -21,16 +21,19 @@ from dsl_bench.plugin import Call
 WIDTH = 64
 
 
-def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any:
+def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str, resident: int = 1) -> Any:
     """The prim_func: x [m, k] against y [n, k], tiles of [bm, bn]; c is [m, n], with ``swap`` [n, m].
 
     ``work`` [2·blocks, bm, bn] fp32: slot 2i for the tile that block i found begun, 2i+1 for one it began.
     ``count`` [split tiles] int32 zeros. ``band``: rows of tiles in a band of the raster; ``whole``: tiles
-    that are not split; ``quota``: K steps a block takes of the others."""
+    that are not split; ``quota``: K steps a block takes of the others. ``resident``: blocks an SM holds. Tiles
+    of few sums leave the registers as the compiler gives them out, which is what lets two blocks reside."""
     m, n, k, slots, flags = (T.dynamic(name) for name in ("m", "n", "k", "slots", "flags"))
-    math = 256
+    groups = plan.consumers(bm)
+    math = 128 * groups
     width = plan.chunk(bn)
-    buffers = 2 if width < bn else 1
+    buffers = plan.buffers(bm, bn, bk, stages)
+    moved = bm * bn // math > 64  # sums that need registers the producer gives up
 
     @T.prim_func
     def gemm(
@@ -45,6 +48,8 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any
         quota: T.int32,
     ):
         with T.Kernel(blocks, threads=128 + math) as block:
+            if resident > 1:
+                T.annotate_min_blocks_per_sm(resident)
             x_ring = T.alloc_shared((stages, bm, bk), dtype)
             y_ring = T.alloc_shared((stages, bn, bk), dtype)
             staged = T.alloc_shared((buffers, width, bm) if swap else (buffers, bm, width), dtype)
@@ -54,7 +59,7 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any
             if not swap:
                 T.annotate_layout({staged: make_swizzled_layout(staged)})
             full = T.alloc_barrier([128] * stages)
-            empty = T.alloc_barrier([8] * stages)
+            empty = T.alloc_barrier([4 * groups] * stages)
             slot = T.alloc_var("int32", init=0)
             phase = T.alloc_var("int32", init=0)
             held = T.alloc_var("int32", init=0)
@@ -72,7 +77,8 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any
             unit = block * quota
             stop = T.min(unit + quota, (rows * cols - whole) * steps)
             if thread < 128:
-                T.set_max_nreg(24, 0)
+                if moved:
+                    T.set_max_nreg(24, 0)
                 while (unit < stop) | (tile < whole):
                     if unit < stop:
                         now = whole + T.truncdiv(unit, steps)
@@ -107,7 +113,8 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any
                             slot = 0
                             phase = phase ^ 1
             else:
-                T.set_max_nreg(240, 1)
+                if moved:
+                    T.set_max_nreg(240, 1)
                 while (unit < stop) | (tile < whole):
                     if unit < stop:
                         now = whole + T.truncdiv(unit, steps)
@@ -201,18 +208,30 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str) -> Any
     return gemm
 
 
-def bind(module: Any, config: Mapping[str, Any], x: Any, y: Any, c: Any, waves: int, band: int) -> Call:
-    """Workspace, counters and the split of x [m, k] · y [n, k] into c. ``waves``: full waves that are split
-    in addition to the ragged last one; -1: every tile is."""
+def blocks_of(tiles: int, steps: int, slots: int, split: int) -> tuple[int, int, int]:
+    """(blocks, tiles done whole, K steps a block takes of the others). ``slots``: blocks the GPU holds at once.
+
+    ``split`` = 1: every tile whole; 2 and more: every tile cut into so many parts, a block each; 0: the K steps
+    of all tiles in equal shares; -1: those of the ragged last wave, -2: of one full wave as well."""
+    if split == 1:
+        return min(slots, tiles), tiles, 0
+    if split > 1:
+        quota = plan.cdiv(steps, split)
+        return plan.cdiv(tiles * steps, quota), 0, quota
+    blocks = min(slots, tiles * steps)
+    if split == 0:
+        return blocks, 0, plan.cdiv(tiles * steps, blocks)
+    return blocks, *plan.split_plan(tiles, steps, blocks, -1 - split)
+
+
+def bind(module: Any, config: Mapping[str, Any], x: Any, y: Any, c: Any, slots: int, band: int) -> Call:
+    """Workspace, counters and the split (see ``blocks_of``) of x [m, k] · y [n, k] into c."""
     import torch
 
     bm, bn, bk = (int(config[name]) for name in ("bm", "bn", "bk"))
     tiles = plan.cdiv(x.shape[0], bm) * plan.cdiv(y.shape[0], bn)
     steps = plan.cdiv(x.shape[1], bk)
-    blocks = min(module.sms, tiles * steps)
-    whole, quota = (
-        (0, plan.cdiv(tiles * steps, blocks)) if waves < 0 else plan.split_plan(tiles, steps, blocks, waves)
-    )
+    blocks, whole, quota = blocks_of(tiles, steps, slots, int(config["split"]))
     split = tiles - whole
     work = torch.empty((2 * blocks if split else 1, bm, bn), dtype=torch.float32, device=x.device)
     count = torch.zeros(max(split, 1), dtype=torch.int32, device=x.device)

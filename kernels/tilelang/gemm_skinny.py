@@ -1,8 +1,8 @@
 """``tilelang/gemm_skinny`` and ``tilelang/gemv``: few tokens (M up to 128), where reading the weights is all.
 
 ``gemm_skinny`` computes Cᵀ = B·Aᵀ: the weights take wgmma's 64-row side, the tokens its narrow side (16 and
-up), and every SM streams an equal share of the weights through a deep TMA ring, cut along K where tiles do
-not come out even (see ``_streamk``). ``gemv`` is for one token: a warp a row, on CUDA cores.
+up), and every SM streams weights through a deep TMA ring, one block or two. Tiles of 64 rows are done whole
+where there are enough of them, otherwise cut along K (see ``_streamk``). ``gemv`` is for one token: a warp a row, on CUDA cores.
 """
 
 import itertools
@@ -17,11 +17,12 @@ from dsl_bench.backends.tilelang import TilelangSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
 SPACE = {
-    "bm": (128, 256),
+    "bm": (64, 128, 256),
     "bn": (16, 32, 64, 128),
     "bk": (128, 64),
-    "stages": (4, 5, 6, 8, 10, 3),
-    "waves": (-1, 0),
+    "stages": (10, 8, 7, 6, 5, 4, 3, 2, 20, 14),
+    "resident": (1, 2),
+    "split": (1, 2, 3, 4, 0, -1),
 }
 #: a warp's vector load: 8 elements, 16 bytes a lane
 LANE = 8
@@ -30,7 +31,8 @@ GEMV_SPACE = {"warps": (4, 8, 16), "rows": (1, 2, 4), "ahead": (4, 8, 2)}
 
 def static(case: Case, config: Config) -> Static:
     """Tile, ring and element type; sizes, grid and split stay runtime values."""
-    return {**{x: config[x] for x in ("bm", "bn", "bk", "stages")}, "dtype": plan.ELEMENT[case.dtype]}
+    baked = ("bm", "bn", "bk", "stages", "resident")
+    return {**{x: config[x] for x in baked}, "dtype": plan.ELEMENT[case.dtype]}
 
 
 def source(static: Static, arch: str) -> TilelangSource:
@@ -43,12 +45,14 @@ def bind(
 ) -> Call:
     """The weights as rows, the tokens as columns; one band holds all rows of tiles."""
     band = plan.cdiv(case["n"], int(config["bm"]))
-    return streamk.bind(module, config, inputs["b"], inputs["a"], outputs["c"], int(config["waves"]), band)
+    slots = module.sms * int(config["resident"])
+    return streamk.bind(module, config, inputs["b"], inputs["a"], outputs["c"], slots, band)
 
 
 def valid(case: Case, config: Config) -> str | None:
-    """Few tokens in as narrow a tile as holds them; rules of TMA and shared memory."""
-    bm, bn, bk, stages = (int(config[x]) for x in ("bm", "bn", "bk", "stages"))
+    """Few tokens in as narrow a tile as holds them; rules of TMA and shared memory; rings and splits that can
+    keep the memory busy."""
+    bm, bn, bk, stages, resident = (int(config[x]) for x in ("bm", "bn", "bk", "stages", "resident"))
     m, n, k = case["m"], case["n"], case["k"]
     if m > 128:
         return f"M={m}: made for at most 128 tokens"
@@ -56,14 +60,45 @@ def valid(case: Case, config: Config) -> str | None:
         return reason
     if bn != _columns(m):
         return f"M={m} fits a tile of {_columns(m)} columns"
-    ring = plan.ring_bytes(bm, bn, bk, stages)
-    if reason := plan.smem_reason(ring + plan.staging_bytes(bm, bn)):
+    if resident > 1 and (bm > 64 or bn > 64):
+        return "two blocks an SM are made of 64 rows and at most 64 tokens"
+    if reason := plan.smem_reason(_bytes(config) * resident + 1024 * (resident - 1)):
         return reason
-    if ring < 65536 and config["stages"] != max(SPACE["stages"]):
-        return f"a ring of {ring} bytes is too shallow to stream at full rate"
-    tiles = plan.cdiv(n, bm)
-    if config["waves"] == 0 and (tiles < plan.SMS or tiles % plan.SMS == 0):
-        return "the ragged wave is all there is, or there is none: splitting it alone is no other choice"
+    if stages != _deepest({**config, "resident": resident}):
+        return "the ring of this tile can be deeper"
+    return _split_reason(case, config)
+
+
+def _bytes(config: Config) -> int:
+    return plan.persistent_bytes(*(int(config[x]) for x in ("bm", "bn", "bk", "stages")))
+
+
+def _deepest(config: Config) -> int:
+    """The deepest ring that fits, of those in the space."""
+    resident = int(config["resident"])
+    fitting = (
+        s
+        for s in SPACE["stages"]
+        if plan.smem_reason(_bytes({**config, "stages": s}) * resident + 1024 * (resident - 1)) is None
+    )
+    return max(fitting, default=0)
+
+
+def _split_reason(case: Case, config: Config) -> str | None:
+    """Why a split leaves SMs idle, or adds parts up for nothing, or None."""
+    tiles, steps = plan.cdiv(case["n"], int(config["bm"])), plan.cdiv(case["k"], int(config["bk"]))
+    slots, split = plan.SMS * int(config["resident"]), int(config["split"])
+    if split == 1:
+        return f"{tiles} tiles leave most of the memory idle" if tiles < 0.6 * plan.SMS else None
+    if split == 0:
+        return "whole tiles fill the SMs" if tiles >= slots or 0.9 * plan.SMS <= tiles else None
+    if split == -1:
+        return "no ragged wave to split behind a full one" if tiles < slots or tiles % slots == 0 else None
+    if steps < 4 * split:
+        return f"K={case['k']} is too short for {split} parts"
+    blocks = tiles * split
+    if blocks > 2.1 * plan.SMS or blocks < 0.6 * plan.SMS:
+        return f"{blocks} parts: too many to add up, or too few to keep the memory busy"
     return None
 
 
@@ -72,27 +107,53 @@ def _columns(m: int) -> int:
     return next((w for w in (16, 32, 64, 128) if m <= w), 128)
 
 
-def _usable(case: Case) -> list[dict[str, Any]]:
-    """The deepest ring of each tile; the smaller tile and the longer rows first."""
+def _cost(case: Case, config: Config) -> float:
+    """Estimated µs: weights from memory (4.2 TB/s) or, with the tokens that every tile reads again, from L2
+    (5.5 TB/s); SMs left idle beyond what saturates the memory; a tail of few tiles (110 GB/s an SM); adding
+    parts up (at 16x6144x4096 on an H200 shares of all tiles cost 3.6 µs more than whole tiles)."""
+    bm, bn, resident, split = (int(config[x]) for x in ("bm", "bn", "resident", "split"))
+    n, k, slots = case["n"], case["k"], plan.SMS * resident
+    tiles = plan.cdiv(n, bm)
+    read = max(n * k * 2 / 4.2e6, (n + tiles * bn) * k * 2 / 5.5e6)
+    parts = split if split > 0 else max(1.0, slots / tiles)
+    blocks = tiles * split if split > 0 else slots
+    read /= min(1.0, blocks / (0.68 * plan.SMS))
+    tail = tiles % slots if split == 1 and tiles > slots else 0
+    idle = max(0.0, 1 - tail / 45) * bm * k * 2 / 110e3 if tail else 0.0
+    joined = 0.0 if split == 1 else 2.0 + (split <= 0) + bm * bn * 4 / 110e3 * (1 + parts)
+    return read * (1.05 if int(config["stages"]) < 3 else 1.0) + idle + joined + 0.1 * (resident > 1)
+
+
+def _ranked(case: Case) -> list[dict[str, Any]]:
+    """Valid configs, cheapest first, one of each form; 128 K elements a step before 64."""
     bn = _columns(case["m"])
-    shapes = itertools.product(SPACE["bm"], SPACE["bk"], sorted(SPACE["stages"], reverse=True))
-    rings = [{"bm": bm, "bn": bn, "bk": bk, "stages": s, "waves": -1} for bm, bk, s in shapes]
-    best: dict[tuple[int, int], dict[str, Any]] = {}
-    for config in rings:
-        if valid(case, config) is None:
-            best.setdefault((config["bm"], config["bk"]), config)
-    return list(best.values()) or [{"bm": 128, "bn": bn, "bk": 128, "stages": 4, "waves": -1}]
+    names = ("bm", "bk", "stages", "resident", "split")
+    found = (
+        {"bn": bn, **dict(zip(names, v, strict=True))} for v in itertools.product(*(SPACE[x] for x in names))
+    )
+    ordered = ({x: config[x] for x in SPACE} for config in found)
+    usable = sorted((c for c in ordered if valid(case, c) is None), key=lambda c: _cost(case, c))
+    return usable or [{"bm": 64, "bn": bn, "bk": 128, "stages": 4, "resident": 1, "split": 1}]
 
 
 def default(case: Case) -> Config:
-    """The deepest ring of 128 weight rows by 128."""
-    return _usable(case)[0]
+    """The config with the least estimated time."""
+    return _ranked(case)[0]
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """Only the ragged wave split (the same binary), then the other tiles."""
-    best, *others = _usable(case)
-    return [{**best, "waves": 0}, *others]
+    """The next best, each tile and split once, whole tiles first; then shorter steps of the best."""
+    best, *others = _ranked(case)
+    seen = {tuple(best[x] for x in ("bm", "resident", "split"))}
+    found = []
+    for config in others:
+        form = tuple(config[x] for x in ("bm", "resident", "split"))
+        if form not in seen:
+            seen.add(form)
+            found.append(config)
+    shorter = [c for c in others if c["bk"] != best["bk"] and c["bm"] == best["bm"]]
+    found.sort(key=lambda c: c["split"] != 1)
+    return [*found[:5], *shorter[:1], *found[5:7]]
 
 
 def build_gemv(warps: int, rows: int, ahead: int, dtype: str) -> Any:
@@ -184,6 +245,8 @@ def seeds_gemv(case: Case) -> Sequence[Config]:
         {"warps": 8, "rows": 2, "ahead": 4},
         {"warps": 4, "rows": 2, "ahead": 8},
         {"warps": 4, "rows": 1, "ahead": 8},
+        {"warps": 4, "rows": 2, "ahead": 4},
+        {"warps": 8, "rows": 4, "ahead": 4},
     ]
 
 

@@ -241,8 +241,8 @@ def shape_reason(case: Case, bm: int, bn: int, stages: int, cluster: str, group:
         return "a cluster shares between two tiles, and there is one"
     if bm // 2 >= max(m, 64) or bn // 2 >= max(n, 64):
         return "half of the tile and more would be empty"
-    best = min(waste(case, bm2, bn2) for bm2, bn2 in ((128, 256), (128, 128), (128, 192), (128, 64)))
-    if waste(case, bm, bn) > 1.5 * best:
+    best = min(plan.waste(m, n, bm2, bn2) for bm2, bn2 in ((128, 256), (128, 128), (128, 192), (128, 64)))
+    if plan.waste(m, n, bm, bn) > 1.5 * best:
         return "the tiles waste half as much again as plain ones"
     if group != 8 and plan.cdiv(m, bm) <= 8:
         return "the raster's bands are no shorter than the matrix: all heights are the same"
@@ -252,12 +252,6 @@ def shape_reason(case: Case, bm: int, bn: int, stages: int, cluster: str, group:
 def fits(bm: int, bn: int, stages: int) -> bool:
     """Whether the ring fits shared memory."""
     return plan.smem_reason(plan.persistent_bytes(bm, bn, BK, stages)) is None
-
-
-def waste(case: Case, bm: int, bn: int) -> float:
-    """Multiply-adds of all waves of whole tiles over those of the product."""
-    waves = plan.cdiv(plan.cdiv(case["m"], bm) * plan.cdiv(case["n"], bn), plan.SMS)
-    return waves * plan.SMS * bm * bn / (case["m"] * case["n"])
 
 
 def cost(case: Case, config: Config) -> float:

@@ -51,6 +51,21 @@ def store_masked(c, acc, row, col, m, n, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def leave_slices(
+    partial, acc, BM: tl.constexpr, BN: tl.constexpr, PITCH: tl.constexpr, SLICES: tl.constexpr
+):
+    """acc [BM, BN] fp32 to rows of PITCH at ``partial``, a slice of columns after the other: each goes through
+    shared memory, of which the ring leaves little."""
+    if SLICES == 1:
+        at = tl.arange(0, BM)[:, None] * PITCH + tl.arange(0, BN)[None, :]
+        tl.store(partial + at, acc, cache_modifier=".cg")
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        leave_slices(partial, left, BM, BN // 2, PITCH, SLICES // 2)
+        leave_slices(partial + BN // 2, right, BM, BN // 2, PITCH, SLICES // 2)
+
+
+@triton.jit
 def post(partial, flag, worker, acc, BM: tl.constexpr, BN: tl.constexpr):
     """Leave acc [BM, BN] in this worker's slot and raise its flag. The barrier puts every thread's stores
     before the one thread's release."""
@@ -66,14 +81,6 @@ def wait(flag, worker):
     while tl.atomic_cas(flag + worker, 1, 0, sem="acquire", scope="gpu") != 1:
         pass
     tl.debug_barrier()
-
-
-@triton.jit
-def collect(partial, flag, worker, BM: tl.constexpr, BN: tl.constexpr):
-    """What another worker left in its slot, [BM, BN] fp32, once it has."""
-    wait(flag, worker)
-    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    return tl.load(partial + worker * (BM * BN) + at, cache_modifier=".cg")
 
 
 @triton.jit
@@ -102,6 +109,11 @@ def add_peers(partial, flag, acc, worker, workers, total, end, BM: tl.constexpr,
         acc = add_slices(partial + peer * (BM * BN), acc, BM, BN, BN, SLICES)
         peer += 1
     return acc
+
+
+def split_columns(bn: int) -> tuple[int, int]:
+    """The powers of two that make bn columns, the second 0 where one does."""
+    return (128, 64) if bn == 192 else (bn, 0)
 
 
 def element(dtype: str) -> str:
@@ -142,10 +154,6 @@ def aligned(case: Case) -> bool:
     return case["k"] % 8 == 0 and case["n"] % 8 == 0
 
 
-#: seen with every tile tried: the first launch never ends
-WS_HANGS = "the compiler's warp specialisation hangs on the device (Triton 3.6 on an H200)"
-
-
 def tma_reason(**rows: int) -> str | None:
     """Why a matrix of 2-byte elements with these row lengths has no tensor map, if so."""
     for name, length in rows.items():
@@ -162,10 +170,9 @@ def tiles(case: Case, config: Mapping[str, Any]) -> int:
 def tile_reason(config: Mapping[str, Any]) -> str | None:
     """Why a tile does not suit its warps: a warpgroup (4 warps) owns 64 rows, a thread at most 128 sums."""
     bm, bn, warps = config["bm"], config["bn"], config["warps"]
-    ws = config.get("form") == "ws"
-    if ws and warps != 4:
-        return "warp specialisation asks for 4 warps (it adds the others itself)"
-    groups = 2 if ws else warps // 4
+    if bn == 192 and (bm, warps) != (128, 8):
+        return "192 columns are two products a step: made for 128 rows and 8 warps (256 spill)"
+    groups = warps // 4
     if bm < 64 * groups:
         return f"{warps} warps need {64 * groups} rows, bm is {bm}"
     if bm * bn > groups * 128 * 128:
@@ -214,15 +221,22 @@ def fitting(smem: int, config: Mapping[str, Any], warps: int) -> int:
     return max(1, min(233472 // (smem + 1024), 65536 // registers, 2048 // threads, 4))
 
 
-def tile_time(case: Case, config: Mapping[str, Any]) -> float:
-    """µs of one tile on an SM of its own, at the share of 5.6 TFLOP/s (an SM's, under power) that the tile's
-    wgmma shape and shared-memory traffic allow: a guess that only ranks."""
+def pitched(case: Case) -> bool:
+    """Whether rows of A and B start on 128 bytes, so that a row of a tensor map's box is one line of L2."""
+    return case["k"] % 64 == 0
+
+
+def tile_time(case: Case, config: Mapping[str, Any], pitched: bool = True) -> float:
+    """µs of one tile on an SM of its own, at the share of 6.1 TFLOP/s (an SM's, under power) that the tile's
+    wgmma shape and shared-memory traffic allow, and where rows cross lines at the 400 rows of 128 bytes a µs
+    that an SM got on an H200: a guess that only ranks."""
     bm, bn = config["bm"], config["bn"]
     area = bm * bn
-    share = 1.0 if area >= 32768 else 0.94 if area >= 16384 else 0.80 if area >= 8192 else 0.60
+    share = 1.0 if area >= 24576 else 0.93 if area >= 16384 else 0.80 if area >= 8192 else 0.60
     if bn < bm:
-        share *= 0.97
-    return 2.0 * area * cdiv(case["k"], config["bk"]) * config["bk"] / (5.6e6 * share)
+        share *= 0.95 if bn > 64 else 0.65
+    compute = 2.0 * area * cdiv(case["k"], config["bk"]) * config["bk"] / (6.1e6 * share)
+    return compute if pitched else max(compute, (bm + bn) * cdiv(case["k"], 64) / 400)
 
 
 def ring_time(case: Case, config: Mapping[str, Any]) -> float:
@@ -236,13 +250,13 @@ def waves(count: int, slots: int) -> int:
     return cdiv(count, slots)
 
 
-def wave_time(case: Case, config: Mapping[str, Any], blocks: int) -> float:
+def wave_time(case: Case, config: Mapping[str, Any], blocks: int, pitched: bool = True) -> float:
     """µs of all tiles with ``blocks`` of them sharing an SM, and no less than the operands' bytes take.
 
     A last wave that does not fill the slots is spread out, so it pays for the fullest SM. Among equals the
     deeper ring comes first."""
     full, rest = divmod(tiles(case, config), SMS * blocks)
-    compute, loads = tile_time(case, config), ring_time(case, config)
+    compute, loads = tile_time(case, config, pitched), ring_time(case, config)
     time = full * max(blocks * compute, loads)
     if rest:
         time += max(cdiv(rest, SMS) * compute, loads)

@@ -1,9 +1,8 @@
 """``triton/gemm``: C = A·Bᵀ by output tiles, both operands by tensor map, bf16 or fp16 in and out, fp32 sum.
 
-Four forms of one algorithm: ``tile`` (a block a tile), ``persistent`` (blocks walk tiles), ``flat`` (the same
-with tile and K loop fused, so that the loads of the next tile start beneath the epilogue) and ``ws`` (blocks
-walk tiles, warp-specialised by Triton: a producer and two consumer warpgroups; ``valid`` refuses it, for it
-hangs on the device).
+Three forms of one algorithm: ``tile`` (a block a tile), ``persistent`` (blocks walk tiles) and ``flat`` (the
+same with tile and K loop fused, so that the loads of the next tile start beneath the epilogue). Tiles of 192
+columns are two products a step, of 128 and of 64.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from . import _common as common
 from ._common import store_masked, store_tile, tile_at
 
 SPACE = {
-    "form": ("flat", "ws", "persistent", "tile"),
+    "form": ("flat", "persistent", "tile"),
     "bm": (128, 256, 64),
-    "bn": (256, 128, 64),
+    "bn": (256, 192, 128, 64),
     "bk": (64, 128),
     "warps": (8, 4),
     "stages": (3, 4, 5, 6),
@@ -49,14 +48,14 @@ def gemm_tile(
 def gemm_persistent(
     a, b, c, m, n, k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr,
-    FLAT: tl.constexpr, WS: tl.constexpr, POINTER: tl.constexpr,
+    FLAT: tl.constexpr, POINTER: tl.constexpr,
 ):  # fmt: skip
     """Every block takes each num_programs-th tile. a [m, k] and b [n, k] are descriptors; c [m, n] is one too
     or, with POINTER, a plain pointer."""
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     tiles = tiles_m * tiles_n
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT, warp_specialize=WS):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLAT):
         i, j = tile_at(tile, tiles_m, tiles_n, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(tl.cdiv(k, BK)):
@@ -69,29 +68,81 @@ def gemm_persistent(
             store_tile(c, acc, i * BM, j * BN, BM, BN, SUB)
 
 
+@triton.jit
+def gemm_wide(
+    a, b, b2, c, c2, m, n, k,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """gemm_persistent with tiles of BN + BX columns, the first by ``b`` and ``c``, the others by ``b2`` and
+    ``c2`` (descriptors of the same matrices). The loops stay two: fused, Triton clears one of two sums by a
+    select, and every wgmma waits for it."""
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN + BX)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        i, j = tile_at(tile, tiles_m, tiles_n, GROUP)
+        row = i * BM
+        col = j * (BN + BX)
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc2 = tl.zeros((BM, BX), tl.float32)
+        for step in range(tl.cdiv(k, BK)):
+            x = a.load([row, step * BK])
+            y = b.load([col, step * BK])
+            y2 = b2.load([col + BN, step * BK])
+            acc = tl.dot(x, y.T, acc)
+            acc2 = tl.dot(x, y2.T, acc2)
+        store_tile(c, acc, row, col, BM, BN, SUB)
+        store_tile(c2, acc2, row, col + BN, BM, BX, SUB)
+
+
 def static(case: Case, config: Config) -> Static:
-    """The whole config, and for pointer stores what divides a row of C; shapes stay runtime values."""
-    divisor = common.divisor(case["n"]) if config["form"] == "ws" else 0
-    return {**{x: config[x] for x in SPACE}, "dtype": case.dtype, "n_div": divisor}
+    """The whole config; shapes stay runtime values."""
+    return {**{x: config[x] for x in SPACE}, "dtype": case.dtype}
+
+
+def maps(static: Static) -> dict[str, str]:
+    """The types of a tile's descriptors: a, b and c, and b2 and c2 where the columns are two parts."""
+    bm, bk, sub = static["bm"], static["bk"], static["sub"]
+    t = common.element(static["dtype"])
+    bn, bx = common.split_columns(static["bn"])
+    out = {
+        "a": f"tensordesc<{t}[{bm},{bk}]>",
+        "b": f"tensordesc<{t}[{bn},{bk}]>",
+        "c": f"tensordesc<{t}[{bm},{bn // sub}]>",
+    }
+    if bx:
+        out |= {"b2": f"tensordesc<{t}[{bx},{bk}]>", "c2": f"tensordesc<{t}[{bm},{bx // sub}]>"}
+    return out
+
+
+def descriptors(
+    config: Config, sub: int, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """The descriptors of ``maps``, in a kernel's order: a, b, (b2,) c (, c2)."""
+    bm, bk = int(config["bm"]), int(config["bk"])
+    columns = [x for x in common.split_columns(int(config["bn"])) if x]
+    return (
+        common.descriptor(inputs["a"], bm, bk),
+        *(common.descriptor(inputs["b"], x, bk) for x in columns),
+        *(common.descriptor(outputs["c"], bm, x // sub) for x in columns),
+    )
 
 
 def source(static: Static, arch: str) -> TritonSource:
     """The form's function for one specialisation."""
-    bm, bn, bk, sub, form = (static[x] for x in ("bm", "bn", "bk", "sub", "form"))
-    t = common.element(static["dtype"])
-    ws = form == "ws"
-    walks = {"FLAT": form == "flat", "WS": ws, "POINTER": ws} if form != "tile" else {}
+    bn, bx = common.split_columns(static["bn"])
+    form = static["form"]
+    if bx:
+        fn, more = gemm_wide, {"BX": bx}
+    elif form == "tile":
+        fn, more = gemm_tile, {}
+    else:
+        fn, more = gemm_persistent, {"FLAT": form == "flat", "POINTER": False}
+    baked = {"BM": static["bm"], "BN": bn, "BK": static["bk"], "GROUP": static["group"], "SUB": static["sub"]}
     return TritonSource(
-        fn=gemm_persistent if walks else gemm_tile,
-        signature={
-            "a": f"tensordesc<{t}[{bm},{bk}]>",
-            "b": f"tensordesc<{t}[{bn},{bk}]>",
-            "c": f"*{t}" if ws else f"tensordesc<{t}[{bm},{bn // sub}]>",
-            **dict.fromkeys(("m", "n", "k"), "i32"),
-        },
-        constexprs={"BM": bm, "BN": bn, "BK": bk, "GROUP": static["group"], "SUB": sub, **walks},
-        # Triton's warp specialisation cannot split a descriptor store between two consumers
-        attrs={"c": 16, "n": static["n_div"]} if ws else {},
+        fn=fn,
+        signature={**maps(static), **dict.fromkeys(("m", "n", "k"), "i32")},
+        constexprs={**baked, **more},
         options={"num_warps": static["warps"], "num_stages": static["stages"]},
     )
 
@@ -100,19 +151,10 @@ def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
     """Descriptors and grid: a block a tile, or as many blocks as fit on the device at once."""
-    bm, bn, bk = (int(config[x]) for x in ("bm", "bn", "bk"))
     tiles = common.tiles(case, config)
-    c = outputs["c"]
-    run = module.launcher(
-        (tiles if config["form"] == "tile" else min(tiles, module.sms * module.blocks_per_sm),),
-        common.descriptor(inputs["a"], bm, bk),
-        common.descriptor(inputs["b"], bn, bk),
-        c if config["form"] == "ws" else common.descriptor(c, bm, bn // int(config["sub"])),
-        case["m"],
-        case["n"],
-        case["k"],
-    )
-    return Call(run)
+    grid = tiles if config["form"] == "tile" else min(tiles, module.sms * module.blocks_per_sm)
+    maps = descriptors(config, int(config["sub"]), inputs, outputs)
+    return Call(module.launcher((grid,), *maps, case["m"], case["n"], case["k"]))
 
 
 def _smem(config: Mapping[str, Any]) -> int:
@@ -120,9 +162,7 @@ def _smem(config: Mapping[str, Any]) -> int:
     bm, bn = config["bm"], config["bn"]
     ring = config["stages"] * (bm + bn) * config["bk"] * 2
     staged = bm * bn * 2 // config["sub"]
-    if config["form"] == "tile":
-        return max(ring, staged) + 256
-    return ring + (bm * bn if config["form"] == "ws" else staged) + 512
+    return (max(ring, staged) if config["form"] == "tile" else ring + staged) + 512
 
 
 def valid(case: Case, config: Config) -> str | None:
@@ -139,11 +179,11 @@ def valid(case: Case, config: Config) -> str | None:
 
 def _form_reason(config: Config) -> str | None:
     form, area = config["form"], int(config["bm"]) * int(config["bn"])
-    if form == "ws":
-        return common.WS_HANGS
+    if config["bn"] == 192 and form != "persistent":
+        return "tiles of 192 columns are walked by blocks, with two loops"
     if form == "persistent" and area < 16384:
         return "small tiles: one block a tile, or loads beneath the epilogue, but not neither"
-    if config["sub"] == 2 and area < 32768:
+    if config["sub"] == 2 and area < 24576:
         return "a small C tile needs no slicing"
     if config["sub"] == 2 and form == "tile":
         return "without loads beneath the epilogue slicing C saves nothing"
@@ -153,9 +193,9 @@ def _form_reason(config: Config) -> str | None:
 def _cost(case: Case, config: Mapping[str, Any]) -> float:
     """Estimated µs: waves of tiles at the tile's rate, and what each form leaves of prologue and epilogue."""
     form = config["form"]
-    fit = common.fitting(_smem(config), config, 12 if form == "ws" else int(config["warps"]))
-    time = common.wave_time(case, config, fit)
-    exposed = {"flat": 0.3, "ws": 0.35, "persistent": 0.8, "tile": 1.2}[form] / fit
+    fit = common.fitting(_smem(config), config, int(config["warps"]))
+    time = common.wave_time(case, config, fit, common.pitched(case))
+    exposed = {"flat": 0.3, "persistent": 0.8, "tile": 1.2}[form] / fit
     return time + exposed * common.waves(common.tiles(case, config), common.SMS * fit) + 3.0
 
 

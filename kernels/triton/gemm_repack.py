@@ -1,8 +1,10 @@
 """``triton/gemm_repack``: C = A·Bᵀ for rows that start anywhere, in two launches inside the clock.
 
 The first copies the operands to rows that start on 128 bytes; the second multiplies by tensor maps over the
-copies and stores C through pointers. An element is moved alone once instead of once a tile. With few rows of
-A only A is copied (form ``a``): then every element of B is needed once, and comes through registers.
+copies and stores C through pointers. Where rows start on odd elements, one is moved alone once instead of
+once a tile. Where they start on 16 bytes but not on 128, each row of a tensor map's box would cross two lines
+of L2, again for every tile (25 to 35 % on an H200). With few rows of A only A is copied (form ``a``): then
+every element of B is needed once, and comes through registers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,7 @@ from ._common import add_peers, post, store_masked, tile_at
 from .gemm import gemm_persistent
 
 SPACE = {
-    "form": ("flat", "ws", "a"),
+    "form": ("flat", "a"),
     "bm": (128, 256, 64),
     "bn": (256, 128, 64),
     "bk": (64, 128),
@@ -95,13 +97,15 @@ def gemm_half(
 
 def static(case: Case, config: Config) -> Static:
     """The whole config, and what divides a row of C; shapes stay runtime values."""
-    return {**{x: config[x] for x in SPACE}, "dtype": case.dtype, "n_div": common.divisor(case["n"])}
+    divisors = {"n_div": common.divisor(case["n"]), "whole_rows": case["k"] % 8 == 0}
+    return {**{x: config[x] for x in SPACE}, "dtype": case.dtype, **divisors}
 
 
 def source(static: Static, arch: str) -> TritonSource:
     """The product's function for one specialisation, and the copy."""
     bm, bn, bk, form = (static[x] for x in ("bm", "bn", "bk", "form"))
     t = common.element(static["dtype"])
+    rows = {"k": 8, "pitch": 16} if static["whole_rows"] else {"pitch": 2}
     copy = TritonSource(
         fn=repack,
         signature={
@@ -109,8 +113,9 @@ def source(static: Static, arch: str) -> TritonSource:
             **dict.fromkeys(("m", "n", "k", "pitch"), "i32"),
         },
         constexprs={"ROWS": ROWS, "COLS": COLS},
-        # a promise of 16 would make 16-byte stores, and Triton then lays the 2-byte loads out 16 bytes apart
-        attrs={**dict.fromkeys(("a", "b", "a_copy", "b_copy"), 16), "pitch": 2},
+        # where rows start anywhere, a promise of 16 would make 16-byte stores, and Triton then lays the 2-byte
+        # loads out 16 bytes apart
+        attrs={**dict.fromkeys(("a", "b", "a_copy", "b_copy"), 16), **rows},
         options={"num_warps": COPY_WARPS, "num_stages": 1},
     )
     sizes = dict.fromkeys("mnk", "i32")
@@ -121,7 +126,7 @@ def source(static: Static, arch: str) -> TritonSource:
         kinds = {**maps, "b": f"*{t}", "c": f"*{t}", "partial": "*fp32", "flag": "*i32", **sizes}
         attrs = {"b": 16, "c": 16, "partial": 16, "flag": 16, "n": static["n_div"]}
         return TritonSource(gemm_half, kinds, baked, attrs, options, (copy,))
-    walks = {"SUB": 1, "FLAT": form == "flat", "WS": form == "ws", "POINTER": True}
+    walks = {"SUB": 1, "FLAT": True, "POINTER": True}
     kinds = {**maps, "b": f"tensordesc<{t}[{bn},{bk}]>", "c": f"*{t}", **sizes}
     attrs = {"c": 16, "n": static["n_div"]}
     return TritonSource(gemm_persistent, kinds, {**baked, **walks}, attrs, options, (copy,))
@@ -173,8 +178,8 @@ def _smem(config: Mapping[str, Any]) -> int:
 
 def valid(case: Case, config: Config) -> str | None:
     """Unaligned rows, 32-bit offsets, shared memory, registers, and for what each form is made."""
-    if common.aligned(case):
-        return "every row starts on 16 bytes: the kernels on tensor maps need none of this"
+    if common.aligned(case) and (common.pitched(case) or case["m"] < 1024):
+        return "the kernels on tensor maps need no copy: rows start on 128 bytes, or on 16 and are few"
     if common.wide(case):
         return "offsets exceed 32 bits"
     reason = common.tile_reason(config) or common.size_reason(case, config)
@@ -185,6 +190,8 @@ def valid(case: Case, config: Config) -> str | None:
         return f"about {smem} bytes of shared memory, over {common.SMEM_LIMIT}"
     form, bm, bn, bk = config["form"], int(config["bm"]), int(config["bn"]), int(config["bk"])
     if form == "a":
+        if common.aligned(case):
+            return "B has a tensor map itself"
         if case["m"] > 256:
             return "B would be loaded element by element for more than two tiles of rows"
         loads = bn * bk // (32 * int(config["warps"]))
@@ -193,8 +200,6 @@ def valid(case: Case, config: Config) -> str | None:
         if config["stages"] != 4 or config["group"] != 8:
             return "the ring holds A only and the raster is one row: depth and groups hardly matter"
         return None
-    if form == "ws":
-        return common.WS_HANGS
     return common.pipeline_reason(config, smem)
 
 
@@ -209,9 +214,9 @@ def _cost(case: Case, config: Mapping[str, Any]) -> float:
         blocks = common.fitting(_smem(config), config, config["warps"])
         flight = blocks * config["bn"] * config["bk"] * 2
         return copy + max(moves, n * k * 2 / 4.3e6 * (1 + 16384 / flight)) + 6.0
-    fit = common.fitting(_smem(config), config, 12 if form == "ws" else config["warps"])
+    fit = common.fitting(_smem(config), config, config["warps"])
     rounds = common.waves(common.tiles(case, config), common.SMS * fit)
-    exposed = {"flat": 0.3, "ws": 0.35}[form] / fit * rounds
+    exposed = 0.3 / fit * rounds
     return copy + common.wave_time(case, config, fit) + exposed + 3.0
 
 

@@ -1,12 +1,14 @@
 """``triton/gemm_streamk``: C = A·Bᵀ where output tiles do not fill the last wave, or not even one.
 
-The tiles of the ragged end are cut along K into equal shares, one a worker, so that every SM works to the
-end (stream-K; the other tiles go whole, a wave at a time). A worker that starts inside a tile leaves its
-fp32 sum in a workspace; the worker that starts the tile adds it, always in the same order, so the result
-does not depend on timing. Both operands by tensor map, bf16 or fp16 in and out.
+The tiles of the ragged end are cut along K, all at the same places, into one part a block; a second launch
+adds the parts, always in the same order. Cuts at the same K step everywhere keep the blocks in step, so that
+those which read the same rows still do so at the same time (shares of equal length that begin anywhere, as
+in stream-K proper, were 15 % slower on an H200 even for whole tiles). Both operands by tensor map, bf16 or
+fp16 in and out; parts are fp32.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -16,149 +18,292 @@ from dsl_bench.backends.triton import TritonSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
 from . import _common as common
-from ._common import add_peers, collect, post, store_tile, tile_at
+from ._common import leave_slices, store_tile, tile_at
+from .gemm import descriptors, maps
 
 SPACE = {
     "bm": (128, 256, 64),
-    "bn": (256, 128),
+    "bn": (256, 192, 128),
     "bk": (64, 128),
     "warps": (8, 4),
     "stages": (3, 4, 5, 6),
     "group": (8, 16),
     "blocks": (1, 2),
 }
+#: most parts of a tile, and fewest K steps of one
+PARTS, STEPS = 16, 4
+#: elements of C that a block of the second launch adds, and its warps
+ADDED, ADD_WARPS = 2048, 4
 
 
 @triton.jit
-def gemm_streamk(
-    a, b, c, partial, flag, m, n, k, streamed,
+def gemm_cut(
+    a, b, c, partial, m, n, k, whole, cut, mains, share, tails,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, SUB: tl.constexpr, FEW: tl.constexpr,
+    GROUP: tl.constexpr, SUB: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """a [m, k], b [n, k] and c [m, n] are descriptors; partial fp32 [workers, BM, BN]; flag int32 [workers],
-    zero before and after. The first ``streamed`` tiles are shared out along K.
+    """a [m, k], b [n, k] and c [m, n] are descriptors; partial fp32 [parts · cut, BM, BN].
 
-    FEW: shares are shorter than a tile, several may make one. Otherwise a tile has at most two shares, and
-    the later one was computed first by its worker: the earlier one starts its sum from there, for free.
-    """
-    # the one who waits must not be scheduled before the one it waits for
-    worker = tl.num_programs(0) - 1 - tl.program_id(0)
+    The first ``whole`` tiles go whole, a wave at a time. Of the last ``cut`` tiles the first ``mains`` blocks
+    take ``share`` K steps of one each, part after part; every other block takes what is left of ``tails``
+    tiles. One loop over the K steps of all units of a block: loads run on beneath stores."""
+    worker = tl.program_id(0)
     workers = tl.num_programs(0)
     tiles_m = tl.cdiv(m, BM)
     tiles_n = tl.cdiv(n, BN)
     steps = tl.cdiv(k, BK)
-    total = streamed * steps
-    at = worker * total // workers
-    end = (worker + 1) * total // workers
-    whole = streamed + worker
-    while (at < end) | (whole < tiles_m * tiles_n):
-        shared = at < end
-        tile = tl.where(shared, at // steps, whole)
-        first = tl.where(shared, at % steps, 0)
-        last = tl.where(shared, min(steps, first + end - at), steps)
+    waves = tl.cdiv(max(whole - worker, 0), workers)
+    main = worker < mains
+    part = min(worker, mains) // cut
+    odd = tl.where(main, worker % cut, (worker - mains) * tails)
+    begin = part * share
+    stop = tl.where(main, min(begin + share, steps), steps)
+    units = tl.where(main, 1, max(min(tails, cut - odd), 0))
+    unit = -1
+    step = 0
+    last = 0
+    row = 0
+    col = 0
+    shared = False
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, waves * steps + units * (stop - begin)):
+        step += 1
+        if step >= last:
+            unit += 1
+            shared = unit >= waves
+            tile = tl.where(shared, whole + odd + unit - waves, unit * workers + worker)
+            step = tl.where(shared, begin, 0)
+            last = tl.where(shared, stop, steps)
+            i, j = tile_at(tile, tiles_m, tiles_n, GROUP)
+            row = i * BM
+            col = j * BN
+        x = a.load([row, step * BK])
+        y = b.load([col, step * BK])
+        acc = tl.dot(x, y.T, acc)
+        if step == last - 1:
+            if shared:
+                slot = (part * cut + odd + unit - waves) * (BM * BN)
+                leave_slices(partial + slot, acc, BM, BN, BN, SLICES)
+            else:
+                store_tile(c, acc, row, col, BM, BN, SUB)
+            acc = tl.zeros((BM, BN), tl.float32)
+
+
+@triton.jit
+def gemm_cut_wide(
+    a, b, b2, c, c2, partial, m, n, k, whole, cut, mains, share, tails,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, SUB: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """gemm_cut with tiles of BN + BX columns (see gemm_wide), a part's first columns before the others, and
+    for the same reason as there with two loops."""
+    worker = tl.program_id(0)
+    workers = tl.num_programs(0)
+    tiles_m = tl.cdiv(m, BM)
+    tiles_n = tl.cdiv(n, BN + BX)
+    steps = tl.cdiv(k, BK)
+    waves = tl.cdiv(max(whole - worker, 0), workers)
+    main = worker < mains
+    part = min(worker, mains) // cut
+    odd = tl.where(main, worker % cut, (worker - mains) * tails)
+    begin = part * share
+    stop = tl.where(main, min(begin + share, steps), steps)
+    units = tl.where(main, 1, max(min(tails, cut - odd), 0))
+    for unit in tl.range(0, waves + units):
+        shared = unit >= waves
+        tile = tl.where(shared, whole + odd + unit - waves, unit * workers + worker)
         i, j = tile_at(tile, tiles_m, tiles_n, GROUP)
+        row = i * BM
+        col = j * (BN + BX)
         acc = tl.zeros((BM, BN), tl.float32)
-        if not FEW:
-            if (first == 0) & (last < steps):
-                acc = collect(partial, flag, worker + 1, BM, BN)
-        for step in range(first, last):
-            x = a.load([i * BM, step * BK])
-            y = b.load([j * BN, step * BK])
+        acc2 = tl.zeros((BM, BX), tl.float32)
+        for step in range(tl.where(shared, begin, 0), tl.where(shared, stop, steps)):
+            x = a.load([row, step * BK])
+            y = b.load([col, step * BK])
+            y2 = b2.load([col + BN, step * BK])
             acc = tl.dot(x, y.T, acc)
-        if first > 0:
-            post(partial, flag, worker, acc, BM, BN)
+            acc2 = tl.dot(x, y2.T, acc2)
+        if shared:
+            slot = partial + (part * cut + odd + unit - waves) * (BM * (BN + BX))
+            leave_slices(slot, acc, BM, BN, BN, SLICES)
+            leave_slices(slot + BM * BN, acc2, BM, BX, BX, SLICES // 2)
         else:
-            if FEW:
-                acc = add_peers(partial, flag, acc, worker, workers, total, (tile + 1) * steps, BM, BN)
-            store_tile(c, acc, i * BM, j * BN, BM, BN, SUB)
-        at += tl.where(shared, last - first, 0)
-        whole += tl.where(shared, 0, workers)
+            store_tile(c, acc, row, col, BM, BN, SUB)
+            store_tile(c2, acc2, row, col + BN, BM, BX, SUB)
 
 
-def _workers(case: Case, config: Mapping[str, Any], slots: int) -> int:
-    """Blocks of the grid: every slot, unless there are fewer K steps than that."""
-    return min(slots, common.tiles(case, config) * common.cdiv(case["k"], config["bk"]))
+@triton.jit
+def add_block(
+    partial, c, block, row, col, m, n, pitch, parts,
+    BN: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """Rows ``block`` · ADDED / BN and on of a tile at (row, col) of c, the sum of its parts ``pitch`` apart."""
+    ROWS: tl.constexpr = ADDED // BN
+    inner = block * ROWS + tl.arange(0, ROWS)[:, None]
+    outer = tl.arange(0, BN)[None, :]
+    at = partial + inner * BN + outer
+    acc = tl.zeros((ROWS, BN), tl.float32)
+    for part in tl.range(0, parts, loop_unroll_factor=4):
+        acc += tl.load(at + part * pitch, cache_modifier=".cg")
+    inside = (row + inner < m) & (col + outer < n)
+    tl.store(c + (row + inner) * n + col + outer, acc.to(c.dtype.element_ty), mask=inside)
 
 
-def _streamed(tiles: int, workers: int) -> int:
-    """Tiles to share out: none if they come out even, all if they fill no wave, else the ragged end and one
-    wave with it, so that a share is never shorter than a tile."""
-    if tiles % workers == 0:
-        return 0
-    return tiles if tiles < workers else workers + tiles % workers
+@triton.jit
+def add_parts(
+    partial, c, m, n, whole, cut, parts,
+    BM: tl.constexpr, BN: tl.constexpr, BX: tl.constexpr, GROUP: tl.constexpr, ADDED: tl.constexpr,
+):  # fmt: skip
+    """The cut tiles of c [m, n] from partial [parts, cut, BM, BN + BX]; a block adds ADDED elements."""
+    BLOCKS: tl.constexpr = BM * (BN + BX) // ADDED
+    odd = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    i, j = tile_at(whole + odd, tl.cdiv(m, BM), tl.cdiv(n, BN + BX), GROUP)
+    tile = partial + odd * (BM * (BN + BX))
+    pitch = cut * (BM * (BN + BX))
+    row = i * BM
+    col = j * (BN + BX)
+    if BX == 0:
+        add_block(tile, c, block, row, col, m, n, pitch, parts, BN, ADDED)
+    else:
+        FIRST: tl.constexpr = BM * BN // ADDED
+        if block < FIRST:
+            add_block(tile, c, block, row, col, m, n, pitch, parts, BN, ADDED)
+        else:
+            more = tile + BM * BN
+            add_block(more, c, block - FIRST, row, col + BN, m, n, pitch, parts, BX, ADDED)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How tiles are dealt: the arguments of gemm_cut, and the parts of a cut tile (0: nothing is cut)."""
+
+    whole: int
+    cut: int
+    mains: int
+    share: int
+    tails: int
+    parts: int
+
+
+def plan(tiles: int, steps: int, workers: int) -> Plan:
+    """Whole waves, and the rest cut where that shortens it by a tenth of a tile at least.
+
+    Every block gets a main part of ``share`` steps; blocks that are over after whole rounds of those take the
+    ends of ``tails`` tiles each, and the share is such that both take as long."""
+    nothing = Plan(tiles, 1, 0, 0, 0, 0)
+    cut = tiles % workers
+    rounds = min(workers // cut, steps // STEPS, PARTS - 1) if cut else 0
+    if not rounds:
+        return nothing
+    share, tails = common.cdiv(steps, rounds), 0
+    over = workers - rounds * cut
+    if over:
+        ends = common.cdiv(cut, over)
+        shorter = common.cdiv(ends * steps, 1 + ends * rounds)
+        # a part of a step or two is not worth its fp32 tile
+        if shorter < 0.93 * share and steps - rounds * shorter >= STEPS // 2:
+            share, tails = shorter, ends
+    rounds = min(rounds, common.cdiv(steps, share))
+    if share > 0.9 * steps:
+        return nothing
+    return Plan(tiles - cut, cut, rounds * cut, share, tails, rounds + (tails > 0))
+
+
+def _steps(case: Case, config: Mapping[str, Any]) -> int:
+    return common.cdiv(case["k"], int(config["bk"]))
 
 
 def static(case: Case, config: Config) -> Static:
-    """Tile, pipeline and whether a share may be shorter than a tile; shapes stay runtime values."""
-    few = common.tiles(case, config) < common.SMS * int(config["blocks"])
-    return {**{x: config[x] for x in SPACE}, "few": few, "dtype": case.dtype}
+    """Tile and pipeline, and what divides a row of C; shapes and the dealing stay runtime values."""
+    sub, _ = _slices(config)
+    return {
+        **{x: config[x] for x in SPACE if x != "blocks"},
+        "sub": sub,
+        "dtype": case.dtype,
+        "n_div": common.divisor(case["n"]),
+    }
+
+
+def _slices(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Column slices of a tile on its way to C, and to its part."""
+    area = int(config["bm"]) * int(config["bn"])
+    return (4, 8) if area >= 32768 else (2, 4)
 
 
 def source(static: Static, arch: str) -> TritonSource:
-    """The function for one specialisation."""
-    bm, bn, bk = static["bm"], static["bn"], static["bk"]
-    t = common.element(static["dtype"])
-    return TritonSource(
-        fn=gemm_streamk,
+    """The product and the sum for one specialisation."""
+    bm, group = static["bm"], static["group"]
+    bn, bx = common.split_columns(static["bn"])
+    ints = dict.fromkeys(("m", "n", "k", "whole", "cut", "mains", "share", "tails"), "i32")
+    sizes = {"BM": bm, "BN": bn, "GROUP": group}
+    add = TritonSource(
+        fn=add_parts,
         signature={
-            "a": f"tensordesc<{t}[{bm},{bk}]>",
-            "b": f"tensordesc<{t}[{bn},{bk}]>",
-            "c": f"tensordesc<{t}[{bm},{bn}]>",
             "partial": "*fp32",
-            "flag": "*i32",
-            **dict.fromkeys(("m", "n", "k", "streamed"), "i32"),
+            "c": f"*{common.element(static['dtype'])}",
+            **dict.fromkeys(("m", "n", "whole", "cut", "parts"), "i32"),
         },
-        constexprs={"BM": bm, "BN": bn, "BK": bk, "GROUP": static["group"], "SUB": 1, "FEW": static["few"]},
-        attrs={"partial": 16, "flag": 16},
+        constexprs={**sizes, "BX": bx, "ADDED": ADDED},
+        attrs={"partial": 16, "c": 16, "n": static["n_div"]},
+        options={"num_warps": ADD_WARPS, "num_stages": 1},
+    )
+    slices = {"SUB": static["sub"], "SLICES": _slices(static)[1], "BK": static["bk"]}
+    return TritonSource(
+        fn=gemm_cut_wide if bx else gemm_cut,
+        signature={**maps(static), "partial": "*fp32", **ints},
+        constexprs={**sizes, **slices, **({"BX": bx} if bx else {})},
+        attrs={"partial": 16},
         options={"num_warps": static["warps"], "num_stages": static["stages"]},
+        extra=(add,),
     )
 
 
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
-    """Descriptors, and a workspace of one fp32 tile a worker."""
+    """Descriptors, a workspace of the parts, and both launches (one where tiles come out even)."""
     import torch
 
-    a, b, c = inputs["a"], inputs["b"], outputs["c"]
-    bm, bn, bk = (int(config[x]) for x in ("bm", "bn", "bk"))
-    slots = module.sms * min(int(config["blocks"]), module.blocks_per_sm)
-    workers = _workers(case, config, slots)
-    tiles = common.tiles(case, config)
-    few = bool(static(case, config)["few"])
-    # the binary knows one of the two ways to add; a device with other numbers than an H200 shares out all
-    streamed = tiles if few else _streamed(tiles, workers)
-    if not few and 0 < streamed < workers:
-        raise common.unfit(f"{tiles} tiles for {workers} workers: compiled for more tiles than workers")
-    partial = torch.empty((workers, bm, bn), dtype=torch.float32, device=c.device)
-    flag = torch.zeros(workers, dtype=torch.int32, device=c.device)
-    run = module.launcher(
-        (workers,),
-        common.descriptor(a, bm, bk),
-        common.descriptor(b, bn, bk),
-        common.descriptor(c, bm, bn),
-        partial,
-        flag,
-        case["m"],
-        case["n"],
-        case["k"],
-        streamed,
-    )
-    return Call(run, keep=(partial, flag))
+    c = outputs["c"]
+    m, n, k, area = case["m"], case["n"], case["k"], int(config["bm"]) * int(config["bn"])
+    workers = module.sms * min(int(config["blocks"]), module.blocks_per_sm)
+    p = plan(common.tiles(case, config), _steps(case, config), workers)
+    partial = torch.empty((max(p.parts * p.cut, 1), area), dtype=torch.float32, device=c.device)
+    maps = descriptors(config, _slices(config)[0], inputs, outputs)
+    dealt = (p.whole, p.cut, p.mains, p.share, p.tails)
+    product = module.launcher((workers,), *maps, partial, m, n, k, *dealt)
+    if not p.parts:
+        return Call(product, keep=(partial,))
+    grid = (p.cut * (area // ADDED),)
+    add = module.extra[0].launcher(grid, partial, c, m, n, p.whole, p.cut, p.parts)
+
+    def run() -> None:
+        product()
+        add()
+
+    return Call(run, keep=(partial,))
 
 
 def _smem(config: Mapping[str, Any]) -> int:
-    """Shared memory in bytes: the ring, which the epilogue uses again."""
+    """Shared memory in bytes: the ring, and a slice of C and of a part on their way out."""
     bm, bn = config["bm"], config["bn"]
-    return max(config["stages"] * (bm + bn) * config["bk"] * 2, bm * bn * 2) + 256
+    sub, slices = _slices(config)
+    parts = 0 if bn == 192 else bm * bn * 4 // slices
+    return config["stages"] * (bm + bn) * config["bk"] * 2 + bm * bn * 2 // sub + parts + 256
 
 
 def valid(case: Case, config: Config) -> str | None:
-    """Rules of tensor maps, shared memory and registers; uneven tiles are what this kernel is for."""
+    """Rules of tensor maps, shared memory and registers, and something to cut."""
     reason = common.tma_reason(K=case["k"], N=case["n"]) or common.tile_reason(config)
     reason = reason or common.size_reason(case, config)
     if reason:
         return reason
+    if common.wide(case):
+        return "offsets exceed 32 bits"
+    workers = common.SMS * int(config["blocks"])
+    if not plan(common.tiles(case, config), _steps(case, config), workers).parts:
+        return "nothing worth cutting: triton/gemm does the same in one launch"
     smem = _smem(config) * int(config["blocks"])
     if smem > common.SMEM_LIMIT:
         return f"about {smem} bytes of shared memory on an SM, over {common.SMEM_LIMIT}"
@@ -166,20 +311,21 @@ def valid(case: Case, config: Config) -> str | None:
     reason = common.share_reason(sums, warps, blocks)
     if reason:
         return reason
-    return common.pipeline_reason(config, smem, blocks)
+    return common.pipeline_reason(config, smem)
 
 
 def _cost(case: Case, config: Mapping[str, Any]) -> float:
-    """Estimated µs: equal shares of the shared tiles, whole waves of the others, and the fix-up."""
-    blocks, tiles = config["blocks"], common.tiles(case, config)
-    workers = _workers(case, config, common.SMS * blocks)
-    streamed = _streamed(tiles, workers)
-    load = (streamed + tiles % workers * (streamed == 0)) / workers + (tiles - streamed) // workers
-    # a slot's partial tile is written to L2 and read back
-    moved = workers * config["bm"] * config["bn"] * 8 * (streamed > 0) / 5.5e6
-    time = load * max(common.tile_time(case, config) * blocks, common.ring_time(case, config))
-    exposed = tiles / workers / blocks + 0.5 / (config["stages"] - 1)
-    return max(time, common.read_time(case)) + moved + exposed + 5.0
+    """Estimated µs: whole waves, the longest part, and the parts' way through L2."""
+    blocks = int(config["blocks"])
+    workers = common.SMS * blocks
+    steps = _steps(case, config)
+    p = plan(common.tiles(case, config), steps, workers)
+    rest = max(p.share, p.tails * (steps - p.mains // p.cut * p.share)) / steps
+    load = p.whole // workers + rest
+    time = load * max(common.tile_time(case, config, common.pitched(case)) * blocks, common.ring_time(case, config))
+    moved = p.parts * p.cut * config["bm"] * config["bn"] * 8 / 5.5e6
+    exposed = (1.5 if config["bn"] == 192 else 0.3) * (p.whole // workers + 1) + 0.5 / (config["stages"] - 1)
+    return max(time, common.read_time(case)) + moved + exposed + 6.0
 
 
 def seeds(case: Case) -> Sequence[Config]:
@@ -208,7 +354,7 @@ KERNEL = Kernel(
     source=source,
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
-    files=("_common.py",),
-    summary="the ragged last wave cut along K into equal shares, summed in a fixed order",
+    files=("_common.py", "gemm.py"),
+    summary="the ragged last wave cut along K, the parts added in a fixed order by a second launch",
 )
 KERNELS = (KERNEL,)
