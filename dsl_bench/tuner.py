@@ -235,7 +235,7 @@ class Tuner:
         return ranked, medians[0] / medians[order[0]] - 1.0
 
     def _all_failed(self, search: _Search) -> None:
-        self.failed += 1
+        self.failed += search.rival.role == "language"
         self.session.sink.write(
             Failure(
                 self.session.run_id,

@@ -84,13 +84,14 @@ def test_default_compiles_without_spills(kernel_id: str, tmp_path: Path) -> None
     assert ".target sm_90a" in (artifact.folder / "kernel.ptx").read_text()
 
 
-@pytest.mark.parametrize("form", ["flat", "persistent", "tile"])
+@pytest.mark.parametrize("form", ["flat", "persistent"])
 def test_forms_of_gemm(form: str, tmp_path: Path) -> None:
     from dsl_bench.plugin import cubin_facts
 
     kernel, case = kernels()["triton/gemm"], cases()["4096x4096x4096-bf16"]
     config = {"form": form, "bm": 128, "bn": 256, "bk": 64, "warps": 8, "stages": 3, "group": 8, "sub": 1}
     assert kernel.valid(case, config) is None
+    assert kernel.valid(case, {**config, "form": "tile"}), "every wgmma waits in this loop"
     artifact = build(kernel, case, config, tmp_path / "a")
     facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
     assert (facts.stack, facts.loop_local) == (0, 0)
@@ -99,14 +100,49 @@ def test_forms_of_gemm(form: str, tmp_path: Path) -> None:
     assert "wgmma.mma_async.sync.aligned.m64n256k16" in (artifact.folder / "kernel.ptx").read_text()
 
 
-def test_warp_specialisation_is_refused() -> None:
-    """It compiles with Triton 3.6, and hangs: no space may offer it."""
-    for kernel_id in ("triton/gemm", "triton/gemm_repack"):
-        kernel = kernels()[kernel_id]
-        assert "ws" in kernel.space["form"]
-        for case in cases().values():
-            offered = (c for c in kernel.configs() if c["form"] == "ws")
-            assert all(kernel.valid(case, config) for config in offered)
+@pytest.mark.parametrize("kernel_id", ["triton/gemm", "triton/gemm_streamk"])
+def test_tiles_of_192_columns(kernel_id: str, tmp_path: Path) -> None:
+    """Two products a step, of 128 and of 64 columns, both in flight while the next step is waited for."""
+    from dsl_bench.plugin import cubin_facts
+
+    kernel, case = kernels()[kernel_id], cases()["4096x2112x7168-bf16"]
+    config = next(dict(c) for c in kernel.seeds(case) if c["bn"] == 192)
+    artifact = build(kernel, case, config, tmp_path / "a")
+    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    assert (facts.stack, facts.loop_local) == (0, 0)
+    # three loads a stage, in the loop and before it
+    assert facts.sass["UTMALDG"] == 3 * config["stages"]
+    ptx = (artifact.folder / "kernel.ptx").read_text()
+    for columns in (128, 64):
+        assert f"wgmma.mma_async.sync.aligned.m64n{columns}k16" in ptx
+    assert "wgmma.wait_group.sync.aligned 2;" in ptx
+
+
+@pytest.mark.parametrize("workers", [1, 3, 7, 31, 132, 264])
+def test_plan_covers_every_step_once(workers: int) -> None:
+    """What gemm_cut does with a plan, replayed: every K step of every tile falls to one block."""
+    from dsl_bench.kernels.triton.gemm_streamk import PARTS, plan
+
+    for tiles in (1, 2, 5, 12, 88, 96, 132, 133, 140, 220, 272, 352, 512, 1056):
+        for steps in (1, 3, 9, 64, 112):
+            p = plan(tiles, steps, workers)
+            assert p.parts <= PARTS
+            seen = {(t, s, -1) for t in range(p.whole) for s in range(steps)}
+            for worker in range(workers):
+                main = worker < p.mains
+                part = min(worker, p.mains) // p.cut
+                odd = worker % p.cut if main else (worker - p.mains) * p.tails
+                begin = part * p.share
+                stop = min(begin + p.share, steps) if main else steps
+                units = 1 if main else max(min(p.tails, p.cut - odd), 0)
+                new = {(p.whole + odd + u, s, part) for u in range(units) for s in range(max(begin, 0), stop)}
+                assert not new & seen
+                assert stop > begin or not units
+                seen |= new
+            assert {x[:2] for x in seen} == {(t, s) for t in range(tiles) for s in range(steps)}
+            assert len(seen) == tiles * steps
+            cut = {x[2] for x in seen if x[0] >= p.whole}
+            assert cut == set(range(p.parts))
 
 
 @pytest.mark.slow
@@ -244,21 +280,23 @@ def _interpret(kernel: Kernel, case: Case, config: dict, sms: int = 4) -> dict:
 
 
 def _shares() -> list[dict]:
-    """Stream-K beyond the smoke cases: several workers a tile, and whole tiles after shared ones."""
-    from dsl_bench.kernels.triton import gemm_streamk
-
+    """Beyond the smoke cases: cut tiles with several parts, ends of tiles, whole tiles before them, tiles of
+    192 columns, whole tiles of the skinny kernel, and a copy of rows that start on 16 bytes."""
     known = kernels()
     streamk, skinny = known["triton/gemm_streamk"], known["triton/gemm_skinny"]
     case = Case("gemm", "200x264x520", {"m": 200, "n": 264, "k": 520}, "fp16")
     tile = {"bm": 64, "bn": 128, "bk": 64, "warps": 4, "stages": 3, "group": 8, "blocks": 1}
-    out = [_interpret(streamk, case, tile, sms=n) for n in (3, 7, 31)]
-    # 12 tiles for 5 workers: 7 are shared out, then 5 go whole; compiled for more tiles than workers
-    gemm_streamk.common.SMS = 5
-    assert not streamk.static(case, tile)["few"]
-    out.append(_interpret(streamk, case, tile, sms=5))
+    # 12 tiles of 9 steps: 5 blocks cut 2 of them, 7 cut 5, 31 cut all
+    out = [_interpret(streamk, case, tile, sms=n) for n in (3, 5, 7, 31)]
+    wide = {**tile, "bm": 128, "bn": 192, "warps": 8}
+    out += [_interpret(streamk, case, wide, sms=n) for n in (3, 7)]
+    large = {"bm": 128, "bk": 64, "warps": 8, "stages": 3, "group": 8}
+    out.append(_interpret(known["triton/gemm"], case, {**large, "form": "persistent", "bn": 192, "sub": 2}))
+    out.append(_interpret(known["triton/gemm_repack"], case, {**large, "form": "flat", "bn": 128}))
     few = Case("gemm", "20x264x520", {"m": 20, "n": 264, "k": 520}, "fp16")
-    rows = {"bn": 64, "bk": 64, "warps": 4, "stages": 8, "blocks": 1}
-    return [*out, *(_interpret(skinny, few, rows, sms=n) for n in (3, 16, 45))]
+    rows = {"bn": 64, "bk": 64, "warps": 4, "stages": 8, "blocks": 1, "split": True}
+    out += [_interpret(skinny, few, rows, sms=n) for n in (3, 16, 45)]
+    return [*out, _interpret(skinny, few, {**rows, "split": False})]
 
 
 def main() -> None:

@@ -136,8 +136,8 @@ def _settings(cache: Path) -> Iterator[None]:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-#: files of further functions that this process has compiled, by all that decides them: the configs of a kernel
-#: mostly share theirs, and one takes 4 to 10 s
+#: files of the further functions that this process has compiled, by all that decides them: the configs of a
+#: kernel mostly share theirs, and one takes 4 to 10 s
 _shared: dict[str, dict[str, bytes]] = {}
 
 

@@ -51,11 +51,9 @@ def store_masked(c, acc, row, col, m, n, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def leave_slices(
-    partial, acc, BM: tl.constexpr, BN: tl.constexpr, PITCH: tl.constexpr, SLICES: tl.constexpr
-):
-    """acc [BM, BN] fp32 to rows of PITCH at ``partial``, a slice of columns after the other: each goes through
-    shared memory, of which the ring leaves little."""
+def leave_slices(partial, acc, BM: tl.constexpr, BN: tl.constexpr, PITCH: tl.constexpr, SLICES: tl.constexpr):
+    """acc [BM, BN] fp32 to rows of PITCH at ``partial``, a slice of columns after the other: each goes
+    through shared memory, of which the ring leaves little."""
     if SLICES == 1:
         at = tl.arange(0, BM)[:, None] * PITCH + tl.arange(0, BN)[None, :]
         tl.store(partial + at, acc, cache_modifier=".cg")

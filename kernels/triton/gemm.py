@@ -179,6 +179,8 @@ def valid(case: Case, config: Config) -> str | None:
 
 def _form_reason(config: Config) -> str | None:
     form, area = config["form"], int(config["bm"]) * int(config["bn"])
+    if form == "tile" and config["warps"] == 8 and area >= 16384:
+        return "Triton 3.6 lets every wgmma of this loop wait for the one before"
     if config["bn"] == 192 and form != "persistent":
         return "tiles of 192 columns are walked by blocks, with two loops"
     if form == "persistent" and area < 16384:

@@ -113,8 +113,8 @@ def source(static: Static, arch: str) -> TritonSource:
             **dict.fromkeys(("m", "n", "k", "pitch"), "i32"),
         },
         constexprs={"ROWS": ROWS, "COLS": COLS},
-        # where rows start anywhere, a promise of 16 would make 16-byte stores, and Triton then lays the 2-byte
-        # loads out 16 bytes apart
+        # where rows start anywhere, a promise of 16 would make 16-byte stores, and Triton then lays the
+        # 2-byte loads out 16 bytes apart
         attrs={**dict.fromkeys(("a", "b", "a_copy", "b_copy"), 16), **rows},
         options={"num_warps": COPY_WARPS, "num_stages": 1},
     )

@@ -2,8 +2,8 @@
 
 ``gemm_skinny`` swaps the operands, so that rows of B fill the 64 rows of a wgmma and A's few rows its N
 (16 to 128), and cuts all K steps of all tiles into equal shares (stream-K), so that every SM reads the same
-number of bytes at once. ``gemv`` is for one row: products and sums on CUDA cores, B read straight into
-registers, no shared memory on the way.
+number of bytes at once, or (``split`` off) gives each tile to a block, with nothing to add. ``gemv`` is for
+one row: products and sums on CUDA cores, B read straight into registers, no shared memory on the way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,7 @@ SPACE = {
     "warps": (4, 8),
     "stages": (4, 3, 5, 6, 8),
     "blocks": (1, 2, 3, 4),
+    "split": (True, False),
 }
 GEMV_SPACE = {
     "bn": (8, 4, 16, 32),
@@ -102,7 +103,7 @@ def _tiles(case: Case, config: Mapping[str, Any]) -> int:
 
 
 def static(case: Case, config: Config) -> Static:
-    """Tile and pipeline, and what divides a row of C; ``blocks`` is a matter of the grid."""
+    """Tile and pipeline, and what divides a row of C; ``blocks`` and ``split`` are a matter of the grid."""
     baked = {x: config[x] for x in ("bn", "bk", "warps", "stages")}
     return {**baked, "bt": _bt(case), "dtype": case.dtype, "n_div": common.divisor(case["n"])}
 
@@ -135,8 +136,10 @@ def bind(
 
     c = outputs["c"]
     bt, bn, bk = _bt(case), int(config["bn"]), int(config["bk"])
+    tiles = _tiles(case, config)
     slots = module.sms * min(int(config["blocks"]), module.blocks_per_sm)
-    workers = min(slots, _tiles(case, config) * common.cdiv(case["k"], bk))
+    # with a block a tile, no share begins inside one: nobody waits
+    workers = min(slots, tiles * common.cdiv(case["k"], bk)) if config["split"] else tiles
     partial = torch.empty((workers, bn, bt), dtype=torch.float32, device=c.device)
     flag = torch.zeros(workers, dtype=torch.int32, device=c.device)
     run = module.launcher(
@@ -169,6 +172,11 @@ def valid(case: Case, config: Config) -> str | None:
     reason = common.share_reason(bn * bt, warps, blocks)
     if reason:
         return reason
+    tiles = _tiles(case, config)
+    if not config["split"] and tiles < 90 * blocks:
+        return f"{tiles} whole tiles leave too much of the device idle"
+    if config["split"] and tiles % (common.SMS * blocks) == 0:
+        return "the tiles come out even: nothing to split"
     stage = (bn + bt) * bk * 2
     ring = blocks * (stages * stage + 1024)
     if ring > common.SMEM_LIMIT:
@@ -182,14 +190,21 @@ def _cost(case: Case, config: Mapping[str, Any]) -> float:
     """Estimated µs: bytes at the bandwidth that those in flight draw, uneven shares, and the fix-up."""
     bt, bn, bk, blocks = _bt(case), config["bn"], config["bk"], config["blocks"]
     steps = _tiles(case, config) * common.cdiv(case["k"], bk)
-    workers = min(common.SMS * blocks, steps)
+    slots = common.SMS * blocks
     stage = (bn + bt) * bk * 2
     flight = blocks * (config["stages"] - 1) * stage
-    uneven = common.cdiv(steps, workers) * workers / steps
+    if config["split"]:
+        workers = min(slots, steps)
+        uneven = common.cdiv(steps, workers) * workers / steps
+        fixup = 2.0 + workers * bn * bt * 8 / 3e6
+    else:
+        # three quarters of the SMs draw nearly all of the bandwidth, if each has enough in flight
+        tiles = _tiles(case, config)
+        uneven = max(1.0, 0.8 * common.cdiv(tiles, slots) * slots / tiles)
+        fixup = 0.5
     # every step reads its rows of A again, from L2
     memory = max(bn * bk * 2 / 4.3e6, stage / 5.5e6) * steps * (1 + 16384 / flight)
     compute = 2.0 * steps * bn * bt * bk / (7e8 * (0.9 if bt >= 64 else 0.5))
-    fixup = 2.0 + workers * bn * bt * 8 / 3e6
     return max(memory, compute) * uneven + fixup + 3.0
 
 
@@ -198,7 +213,7 @@ def seeds(case: Case) -> Sequence[Config]:
     return common.ranked(
         (c for c in SKINNY.configs() if valid(case, c) is None),
         lambda c: _cost(case, c),
-        lambda c: (c["bn"], c["bk"], c["blocks"]),
+        lambda c: (c["bn"], c["bk"] * c["stages"] * c["blocks"] >= 512, c["blocks"], c["split"]),
         8,
     )
 

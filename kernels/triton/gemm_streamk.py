@@ -1,10 +1,10 @@
 """``triton/gemm_streamk``: C = A·Bᵀ where output tiles do not fill the last wave, or not even one.
 
 The tiles of the ragged end are cut along K, all at the same places, into one part a block; a second launch
-adds the parts, always in the same order. Cuts at the same K step everywhere keep the blocks in step, so that
-those which read the same rows still do so at the same time (shares of equal length that begin anywhere, as
-in stream-K proper, were 15 % slower on an H200 even for whole tiles). Both operands by tensor map, bf16 or
-fp16 in and out; parts are fp32.
+adds the parts, always in the same order. Cuts at the same K step everywhere are to keep the blocks in step,
+so that those which read the same rows do so at the same time: shares that begin anywhere, as in stream-K
+proper, were no faster than idle SMs on an H200. Both operands by tensor map, bf16 or fp16 in and out; parts
+are fp32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,7 +137,7 @@ def add_block(
     partial, c, block, row, col, m, n, pitch, parts,
     BN: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``block`` · ADDED / BN and on of a tile at (row, col) of c, the sum of its parts ``pitch`` apart."""
+    """ADDED elements of a tile at (row, col) of c: sums of its parts, which lie ``pitch`` apart."""
     ROWS: tl.constexpr = ADDED // BN
     inner = block * ROWS + tl.arange(0, ROWS)[:, None]
     outer = tl.arange(0, BN)[None, :]
@@ -322,7 +322,8 @@ def _cost(case: Case, config: Mapping[str, Any]) -> float:
     p = plan(common.tiles(case, config), steps, workers)
     rest = max(p.share, p.tails * (steps - p.mains // p.cut * p.share)) / steps
     load = p.whole // workers + rest
-    time = load * max(common.tile_time(case, config, common.pitched(case)) * blocks, common.ring_time(case, config))
+    tile = common.tile_time(case, config, common.pitched(case)) * blocks
+    time = load * max(tile, common.ring_time(case, config))
     moved = p.parts * p.cut * config["bm"] * config["bn"] * 8 / 5.5e6
     exposed = (1.5 if config["bn"] == 192 else 0.3) * (p.whole // workers + 1) + 0.5 / (config["stages"] - 1)
     return max(time, common.read_time(case)) + moved + exposed + 6.0
