@@ -143,7 +143,7 @@ def test_whole_tiles_are_preferred_to_splits(kernels):
 @pytest.mark.slow
 def test_persistent_kernel_with_multicast(kernels, tmp_path):
     kernel, case = kernels["gemm_ws"], case_of(4096, 4096, 4096)
-    config = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "group": 8}
+    config = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "halves": False, "group": 8}
     assert kernel.valid(case, config) is None
     artifact = build(kernel, case, config, tmp_path)
     facts = facts_of(artifact)
@@ -156,6 +156,18 @@ def test_persistent_kernel_with_multicast(kernels, tmp_path):
     # a barrier of the whole block between the roles would stop the producer from running ahead
     assert "__syncthreads" not in text[text.index("warpgroup_reg_dealloc") :]
     assert not list(tmp_path.glob("cache*")), "TileLang's cache must not stay in the artifact"
+
+
+@pytest.mark.slow
+def test_multicast_in_halves_issues_from_both_blocks(kernels, tmp_path):
+    kernel, case = kernels["gemm_ws"], case_of(4000, 4104, 4072, "fp16")
+    config = {"bm": 256, "bn": 176, "stages": 3, "cluster": "2x1", "halves": True, "group": 8}
+    assert kernel.valid(case, config) is None
+    facts = facts_of(build(kernel, case, config, tmp_path))
+    assert facts.stack == 0 and not facts.sass.get("LDL", 0) and not facts.sass.get("STL", 0)
+    text = (tmp_path / "kernel.cu").read_text()
+    line = next(x for x in text.splitlines() if "tl::tma_load_multicast(b_desc" in x)
+    assert "rank" in line and "(uint16_t)(3)" in line and "block_rank_in_cluster() ==" not in text
 
 
 @pytest.mark.slow

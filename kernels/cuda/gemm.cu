@@ -33,6 +33,8 @@ constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : CONSUMERS == 2 ? (WIDE ? 24
 
 // Columns a TMA store takes from one row: the widest swizzle whose boxes tile BN.
 constexpr int STORE_COLUMNS = PLAIN_STORES || BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+// Rows of a box: those of a warp, so that none waits for another; of a warpgroup where narrow boxes are many.
+constexpr int STORE_ROWS = STORE_COLUMNS == 64 ? 16 : 64;
 constexpr int STORE_SWIZZLE = STORE_COLUMNS / 8 - 1;
 constexpr int STORE_BYTES = 64 * 64 * 2;  // a store buffer: 64 rows of up to 64 columns
 
@@ -159,14 +161,22 @@ __device__ __forceinline__ void stage_columns(const float (&acc)[BN / 2], int co
     }
 }
 
-// Issues the TMA stores of a warp's 16 rows of one buffer; the first element is (m, n) of C, `column` counts from
-// the tile's first.
+// The threads that share a box.
+__device__ __forceinline__ void sync_box(int bar) {
+    if constexpr (STORE_ROWS == 16)
+        __syncwarp();
+    else
+        named_sync(bar, 128);
+}
+
+// Issues the TMA stores of STORE_ROWS rows, the first in `row` of one buffer and its first element (m, n) of C;
+// `column` counts from the tile's first.
 __device__ __forceinline__ void store_columns(const TensorMap& c, const WorkArgs& args, u32 buffer, int m, int n,
-                                              int column, int warp) {
+                                              int column, int row) {
 #pragma unroll
     for (int x = 0; x < 64; x += STORE_COLUMNS)
         if (column + x < BN && n + x < args.n && m < args.m)
-            tma_store(&c, buffer + x * 64 * 2 + warp * (16 * STORE_COLUMNS * 2), n + x, m);
+            tma_store(&c, buffer + x * 64 * 2 + row * STORE_COLUMNS * 2, n + x, m);
     tma_store_commit();
 }
 
@@ -197,6 +207,7 @@ __device__ __forceinline__ void consume(const Output& c, const WorkArgs& args, c
                                         int rank, int owner, volatile int* flag) {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int bar = 1 + owner;
+    const bool stores = STORE_ROWS == 16 ? lane == 0 : thread == 0;  // waits for the boxes it has issued itself
     Ring ring;
     Segments<PARTIAL> work(args, cluster, clusters);
     Segment s;
@@ -233,19 +244,19 @@ __device__ __forceinline__ void consume(const Output& c, const WorkArgs& args, c
                 __syncwarp();
                 store_rows(c, args, at, first, n + x, BN - x, warp, lane);
 #else
-                // Every warp stores what it staged itself: none waits for another.
-                if (lane == 0) tma_store_wait<STORE_BUFFERS - 1>();
-                __syncwarp();
+                if (stores) tma_store_wait<STORE_BUFFERS - 1>();
+                sync_box(bar);
                 stage_columns(acc[mi], x, at, warp, lane);
                 fence_async_proxy();
-                __syncwarp();
-                if (lane == 0) store_columns(c, args, at, first + warp * 16, n + x, x, warp);
+                sync_box(bar);
+                const int box_row = STORE_ROWS == 16 ? warp * 16 : 0;
+                if (stores) store_columns(c, args, at, first + box_row, n + x, x, box_row);
                 buffer = buffer + 1 == STORE_BUFFERS ? 0 : buffer + 1;
 #endif
             }
     }
 #if !PLAIN_STORES
-    if (lane == 0) tma_store_wait<0>();
+    if (stores) tma_store_wait<0>();
 #endif
 }
 

@@ -100,6 +100,9 @@ def valid_unaligned(case: Case, config: Config) -> str | None:
         return "all rows start on 16 bytes: nothing to copy, use cuda/gemm"
     if config["pdl"] and case["k"] % 8 == 0:
         return "no copy to depend on: rows of A and B start on 16 bytes"
+    tile = parse_tile(str(config["tile"]))
+    if case["n"] % 8 and config["splits"] != 1 and tile.schedule == "pingpong" and tile.accumulators > 160:
+        return "turns, parts and ordinary stores together spill registers"
     if (case["m"] + case["n"]) * cdiv(case["k"], RUN) > INT32_MAX:
         return "more pieces to copy than an int counts"
     return _reason(case, config) or _junk(case, config)
@@ -230,7 +233,8 @@ def _output(tile: Tile, dtype: str, c: Any) -> bytes:
     if c.shape[1] % 8:
         return struct.pack("<Q", c.data_ptr())
     columns = store_columns(tile.bn)
-    return _tma.matrix_map(c, dtype, (16, columns), columns * 2)
+    # narrow boxes are many, so a whole warpgroup's rows go in one
+    return _tma.matrix_map(c, dtype, (16 if columns == 64 else 64, columns), columns * 2)
 
 
 def bind(
@@ -295,8 +299,8 @@ def default(unaligned: bool, case: Case) -> Config:
 
 
 def seeds(unaligned: bool, case: Case) -> Sequence[Config]:
-    """Further choices of the cost model, after them the first with another raster, and with other clusters where
-    the model thinks little of the difference. An overlapped launch comes first where there is one."""
+    """Further choices of the cost model, after them the first with another raster, and with other clusters
+    where the model thinks little of the difference. An overlapped launch comes first where there is one."""
     found = _guesses(_sizes(case), unaligned)
     check = valid_unaligned if unaligned else valid
 

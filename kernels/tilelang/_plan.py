@@ -113,27 +113,37 @@ def odd_pitch(k: int) -> bool:
     return k * 2 % 128 != 0
 
 
-def step_clocks(bm: int, bn: int, bk: int, odd: bool = False) -> float:
-    """Clocks of one K step of a tile: the slowest of tensor cores, shared memory and loading."""
+def step_clocks(bm: int, bn: int, bk: int, odd: bool = False, rows: int = 0) -> float:
+    """Clocks of one K step of a tile: the slowest of tensor cores, shared memory and loading (``rows`` that a
+    block issues, where not all)."""
     math = 2 * bm * bn * bk / _FLOP
     shared = (bk / 16) * (bm / 64) * (64 + bn) * 32 / _SMEM_BYTES
-    load = (bm + bn) * bk * 2 / _L2_BYTES
-    return max(math, shared, (bm + bn) * bk / 64 * _ODD_ROW if odd else load)
+    rows = rows or bm + bn
+    load = rows * bk * 2 / _L2_BYTES
+    return max(math, shared, rows * bk / 64 * _ODD_ROW if odd else load)
 
 
-def tile_clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool) -> float:
+def tile_clocks(case: Case, bm: int, bn: int, bk: int, persistent: bool, rows: int = 0) -> float:
     """Clocks of one whole tile, epilogue and (where nothing hides it) the start included."""
-    work = cdiv(case["k"], bk) * step_clocks(bm, bn, bk, odd_pitch(case["k"]))
+    work = cdiv(case["k"], bk) * step_clocks(bm, bn, bk, odd_pitch(case["k"]), rows)
     return work + _FINISH + bm * bn / 64 + (0 if persistent else _START)
 
 
 def clocks(
-    case: Case, bm: int, bn: int, bk: int, persistent: bool = True, cluster: tuple[int, int] = (1, 1)
+    case: Case,
+    bm: int,
+    bn: int,
+    bk: int,
+    persistent: bool = True,
+    cluster: tuple[int, int] = (1, 1),
+    rows: int = 0,
 ) -> float:
-    """Clocks of the product: waves of whole tiles over all SMs; clusters of (rows, columns) of tiles."""
+    """Clocks of the product: waves of whole tiles over all SMs; clusters of (rows, columns) of tiles;
+    ``rows`` of both operands that a block issues in a K step, where not all."""
     tiles = cdiv(cdiv(case["m"], bm), cluster[0]) * cdiv(cdiv(case["n"], bn), cluster[1])
+    waves = cdiv(tiles, SMS // (cluster[0] * cluster[1]))
     traffic = 1 + _POWER * (1 / bm + 1 / bn)
-    return traffic * cdiv(tiles, SMS // (cluster[0] * cluster[1])) * tile_clocks(case, bm, bn, bk, persistent) + _START
+    return traffic * waves * tile_clocks(case, bm, bn, bk, persistent, rows) + _START
 
 
 def waste(m: int, n: int, bm: int, bn: int) -> float:

@@ -2,10 +2,10 @@
 once. Used with C = X·Yᵀ as it is, and transposed for few tokens.
 
 Every block walks K steps of the split tiles first (``quota`` consecutive steps of the sequence tile by tile),
-then whole tiles; either part may be empty. A block that did part of a tile leaves fp32 sums in its own slot of a workspace and adds its
-steps to the tile's counter; the one whose addition completes the tile adds all slots up in the order of K,
-whoever came last, so that results repeat bit by bit. It also returns the counter to zero for the next launch.
-No block ever waits for another.
+then whole tiles; either part may be empty. A block that did part of a tile leaves fp32 sums in its own slot
+of a workspace and adds its steps to the tile's counter; the one whose addition completes the tile adds all
+slots up in the order of K, whoever came last, so that results repeat bit by bit. It also returns the counter
+to zero for the next launch. No block ever waits for another.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str, reside
 
     ``work`` [2·blocks, bm, bn] fp32: slot 2i for the tile that block i found begun, 2i+1 for one it began.
     ``count`` [split tiles] int32 zeros. ``band``: rows of tiles in a band of the raster; ``whole``: tiles
-    that are not split; ``quota``: K steps a block takes of the others. ``resident``: blocks an SM holds. Tiles
-    of few sums leave the registers as the compiler gives them out, which is what lets two blocks reside."""
+    that are not split; ``quota``: K steps a block takes of the others. ``resident``: blocks an SM holds. With
+    few sums in a tile the registers stay as the compiler gives them out: so two blocks find room."""
     m, n, k, slots, flags = (T.dynamic(name) for name in ("m", "n", "k", "slots", "flags"))
     groups = plan.consumers(bm)
     math = 128 * groups
@@ -209,10 +209,10 @@ def build(bm: int, bn: int, bk: int, stages: int, swap: bool, dtype: str, reside
 
 
 def blocks_of(tiles: int, steps: int, slots: int, split: int) -> tuple[int, int, int]:
-    """(blocks, tiles done whole, K steps a block takes of the others). ``slots``: blocks the GPU holds at once.
+    """(blocks, tiles done whole, K steps a block takes of the others); ``slots``: blocks the GPU holds.
 
-    ``split`` = 1: every tile whole; 2 and more: every tile cut into so many parts, a block each; 0: the K steps
-    of all tiles in equal shares; -1: those of the ragged last wave, -2: of one full wave as well."""
+    ``split`` = 1: every tile whole; 2 and more: every tile cut into so many parts, a block each; 0: the K
+    steps of all tiles in equal shares; -1: those of the ragged last wave, -2: of one full wave as well."""
     if split == 1:
         return min(slots, tiles), tiles, 0
     if split > 1:

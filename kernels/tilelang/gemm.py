@@ -79,8 +79,12 @@ def valid(case: Case, config: Config) -> str | None:
         return reason
     if k <= BK:
         return f"K={k} is a single step of {BK}: such a specialised loop can hang (tilelang #2566)"
-    if bm == 256 and bn > 128:
-        return "256 rows leave registers for 128 columns of fp32 sums"
+    if reason := plan.register_reason(bm, bn):
+        return reason
+    if stages == 2 and bm + bn < 384:
+        return "two stages hide too little of a short step"
+    if plan.waste(m, n, bm, bn) > 1.5 * min(plan.waste(m, n, 128, x) for x in (256, 192, 128, 64)):
+        return "the tiles waste half as much again as plain ones"
     # C is staged where the ring was
     return plan.smem_reason(max(plan.ring_bytes(bm, bn, BK, stages), bm * bn * 2))
 
@@ -106,7 +110,7 @@ def default(case: Case) -> Config:
 def seeds(case: Case) -> Sequence[Config]:
     """The next best tiles, and the best one with another raster."""
     best, *others = _ranked(case)[:5]
-    return [*others, {**best, "panel": 4}]
+    return [*others, {**best, "panel": 4}] if case["m"] > 128 else others[:1]
 
 
 KERNELS = (

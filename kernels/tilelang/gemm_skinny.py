@@ -2,7 +2,8 @@
 
 ``gemm_skinny`` computes Cᵀ = B·Aᵀ: the weights take wgmma's 64-row side, the tokens its narrow side (16 and
 up), and every SM streams weights through a deep TMA ring, one block or two. Tiles of 64 rows are done whole
-where there are enough of them, otherwise cut along K (see ``_streamk``). ``gemv`` is for one token: a warp a row, on CUDA cores.
+where there are enough of them, otherwise cut along K (see ``_streamk``). ``gemv`` is for one token: a warp a
+row, on CUDA cores.
 """
 
 import itertools
@@ -52,7 +53,7 @@ def bind(
 def valid(case: Case, config: Config) -> str | None:
     """Few tokens in as narrow a tile as holds them; rules of TMA and shared memory; rings and splits that can
     keep the memory busy."""
-    bm, bn, bk, stages, resident = (int(config[x]) for x in ("bm", "bn", "bk", "stages", "resident"))
+    bm, bn, stages, resident = (int(config[x]) for x in ("bm", "bn", "stages", "resident"))
     m, n, k = case["m"], case["n"], case["k"]
     if m > 128:
         return f"M={m}: made for at most 128 tokens"

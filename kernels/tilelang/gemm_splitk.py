@@ -73,7 +73,9 @@ def valid(case: Case, config: Config) -> str | None:
 def _best_fill(m: int, n: int) -> float:
     """The share of useful multiply-adds in the waves of the best whole tile of gemm_ws."""
     shapes = itertools.product(gemm_ws.SPACE["bm"], gemm_ws.SPACE["bn"])
-    return max(1 / plan.waste(m, n, bm, bn) for bm, bn in shapes if not plan.register_reason(bm, bn) and bm > 64)
+    return max(
+        1 / plan.waste(m, n, bm, bn) for bm, bn in shapes if not plan.register_reason(bm, bn) and bm > 64
+    )
 
 
 def _split_reason(tiles: int, steps: int, split: int) -> str | None:

@@ -5,7 +5,8 @@ to three consumer warpgroups drain the last. Consumers keep one wgmma batch in f
 one step late, when the batch that read it is known to be done. C leaves in 64-column chunks through two
 buffers (one where the ring needs the room); its TMA stores run beneath the next tile's products. In a cluster
 of two, blocks take tiles one above the other and share B (``2x1``), or side by side and share A (``1x2``), by
-TMA multicast. Shapes are symbolic: one binary serves every size.
+TMA multicast, which the first issues or (``halves``) each block its half of. Shapes are symbolic: one binary
+serves every size.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import tilelang.language as T
 from dsl_bench.kernels.tilelang import _plan as plan
+from tilelang import tvm
 from tilelang.layout import make_swizzled_layout
 
 from dsl_bench.backends.tilelang import TilelangSource
@@ -24,6 +26,7 @@ SPACE = {
     "bn": (256, 128, 64, 160, 176, 192, 208, 224),
     "stages": (4, 3, 5, 6, 8),
     "cluster": ("1x1", "2x1", "1x2"),
+    "halves": (False, True),
     "group": (8, 16, 4),
 }
 BK = 64
@@ -37,7 +40,25 @@ def shape_of(cluster: str) -> tuple[int, int]:
     return int(rows), int(cols)
 
 
-def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool = False) -> Any:
+def _multicast_half(
+    tensor: Any, rows: Any, k: Any, dtype: str, box: int, barrier: Any, at: Any, xy: tuple[Any, Any]
+) -> Any:
+    """The call that loads ``box`` rows of 64 elements at ``xy`` (column, row) of ``tensor`` [rows, k] to
+    ``at`` in both blocks of a cluster. ``T.tma_copy`` has only the first block issue a multicast, so this
+    spells out what it lowers to: a tensor map (driver's number of the type, dimensions, sizes, strides in
+    bytes, box, element strides, no interleave, 128-byte swizzle, L2 promotion to 128 bytes, zeros beyond the
+    edges)."""
+    wide, two = T.cast(k, "int64"), T.int64(2)
+    sizes = (wide, T.cast(rows, "int64"), two, wide * two)
+    kind = {"float16": 6, "bfloat16": 9}[dtype]
+    desc = T.create_tma_descriptor(kind, 2, tensor.data, *sizes, BK, box, 1, 1, 0, 3, 2, 0)
+    op = tvm.tirx.op.Op.get("tl.tma_load_multicast")
+    return T.call_intrin("handle", op, desc, barrier, at, 3, *xy, 0)
+
+
+def build(
+    bm: int, bn: int, stages: int, cluster: str, dtype: str, halves: bool = False, direct: bool = False
+) -> Any:
     """The prim_func (a [m, k], b [n, k], c [m, n], blocks, rows of tiles a band of the raster).
 
     Roles stand in the two arms of one ``if``: between two separate regions TileLang would put a barrier for
@@ -52,6 +73,7 @@ def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool 
     tall, wide = shape_of(cluster)
     size = tall * wide
     pair = size == 2
+    half_m, half_n = bm // 2, bn // 2
 
     @T.prim_func
     def gemm(
@@ -95,7 +117,22 @@ def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool 
                     col = col * wide + rank * (wide - 1)
                     for step in T.serial(steps):
                         T.barrier_wait(empty[slot], phase ^ 1)
-                        if wide == 2:
+                        if wide == 2 and halves:
+                            if T.shuffle_elect(128):
+                                T.mbarrier_expect_tx(full[slot], bm * BK * 2)
+                                T.evaluate(
+                                    _multicast_half(
+                                        a,
+                                        m,
+                                        k,
+                                        dtype,
+                                        half_m,
+                                        full[slot],
+                                        T.access_ptr(a_ring[slot, rank * half_m, 0], "w", half_m, BK),
+                                        (step * BK, row * bm + rank * half_m),
+                                    )
+                                )
+                        elif wide == 2:
                             T.tma_copy(
                                 a[row * bm : row * bm + bm, step * BK : step * BK + BK],
                                 a_ring[slot, :, :],
@@ -108,7 +145,22 @@ def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool 
                                 a_ring[slot, :, :],
                                 barrier=full[slot],
                             )
-                        if tall == 2:
+                        if tall == 2 and halves:
+                            if T.shuffle_elect(128):
+                                T.mbarrier_expect_tx(full[slot], bn * BK * 2)
+                                T.evaluate(
+                                    _multicast_half(
+                                        b,
+                                        n,
+                                        k,
+                                        dtype,
+                                        half_n,
+                                        full[slot],
+                                        T.access_ptr(b_ring[slot, rank * half_n, 0], "w", half_n, BK),
+                                        (step * BK, col * bn + rank * half_n),
+                                    )
+                                )
+                        elif tall == 2:
                             T.tma_copy(
                                 b[col * bn : col * bn + bn, step * BK : step * BK + BK],
                                 b_ring[slot, :, :],
@@ -167,9 +219,7 @@ def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool 
                         left = col * bn + start
                         T.tma_store_wait(buffers - 1)  # the buffer's last store has read it
                         T.sync_threads(1, math)
-                        T.copy(
-                            acc[0:bm, start : start + width], staged[part % buffers, :, :]
-                        )
+                        T.copy(acc[0:bm, start : start + width], staged[part % buffers, :, :])
                         T.fence_proxy_async()
                         T.sync_threads(1, math)
                         if direct:
@@ -190,7 +240,7 @@ def build(bm: int, bn: int, stages: int, cluster: str, dtype: str, direct: bool 
 
 def static(case: Case, config: Config) -> Static:
     """Tile, ring, cluster and element type; sizes, grid and raster stay runtime values."""
-    baked = {name: config[name] for name in ("bm", "bn", "stages", "cluster")}
+    baked = {name: config[name] for name in ("bm", "bn", "stages", "cluster", "halves")}
     return {**baked, "dtype": plan.ELEMENT[case.dtype]}
 
 
@@ -224,6 +274,8 @@ def valid(case: Case, config: Config) -> str | None:
         return f"M={m}: three quarters of wgmma's rows would be empty; gemm_skinny swaps the operands"
     if reason := plan.tma_reason(k, n) or plan.size_reason(m * k, n * k, m * n):
         return reason
+    if config["halves"] and config["cluster"] == "1x1":
+        return "there is nothing shared to halve"
     return shape_reason(case, bm, bn, stages, str(config["cluster"]), int(config["group"]))
 
 
@@ -255,36 +307,49 @@ def fits(bm: int, bn: int, stages: int) -> bool:
 
 
 def cost(case: Case, config: Config) -> float:
-    """Estimated clocks. Multicast saves about 2 % (measured at 4096x2112x7168 and 4096x4096x4096; nothing where
-    the pitch is odd: TileLang has one block of a cluster issue the whole shared tile). A ring that could be
-    deeper counts against a config."""
+    """Estimated clocks. Multicast saves about 2 % (measured at 4096x2112x7168 and 4096x4096x4096), nothing
+    where the pitch is odd and the first block of a cluster issues the whole shared tile; halves load fewer
+    rows. A ring that could be deeper counts against a config."""
     bm, bn, stages = (int(config[x]) for x in ("bm", "bn", "stages"))
-    cluster = shape_of(str(config["cluster"]))
+    cluster, halves = shape_of(str(config["cluster"])), bool(config.get("halves", False))
     saved = 0.98 if cluster != (1, 1) and not plan.odd_pitch(case["k"]) else 1.0
     deepest = max(SPACE["stages"]) if bm + bn <= 256 else 6
     shallow = 1.01 if stages < deepest and fits(bm, bn, min(x for x in (4, 5, 6, 8) if x > stages)) else 1.0
-    return plan.clocks(case, bm, bn, BK, cluster=cluster) * saved * shallow
+    rows = bm + bn - (0 if not halves else bn // 2 if cluster == (2, 1) else bm // 2)
+    return plan.clocks(case, bm, bn, BK, cluster=cluster, rows=rows) * saved * shallow
 
 
-def _ranked(case: Case) -> list[dict[str, Any]]:
-    shapes = itertools.product(SPACE["bm"], SPACE["bn"], SPACE["stages"], SPACE["cluster"])
-    configs = ({"bm": bm, "bn": bn, "stages": s, "cluster": c, "group": 8} for bm, bn, s, c in shapes)
+def _ranked(case: Case, halves: bool) -> list[dict[str, Any]]:
+    names = ("bm", "bn", "stages", "cluster")
+    shapes = itertools.product(*(SPACE[x] for x in names))
+    configs = ({**dict(zip(names, v, strict=True)), "halves": halves, "group": 8} for v in shapes)
     return plan.best_tiles(case, configs, valid, cost)
 
 
 def default(case: Case) -> Config:
     """The tile with the fewest estimated clocks."""
-    return _ranked(case)[0]
+    return _ranked(case, False)[0]
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """The best tile with the other clusters and a taller band, between the next best tiles."""
-    best, *others = _ranked(case)[:5]
+    """The best tile in halves and with the other clusters, between the next best tiles."""
+    best, *others = _ranked(case, False)[:4]
+    halved = _ranked(case, True)[:3]
     clusters = [{**best, "cluster": c} for c in SPACE["cluster"] if c != best["cluster"]]
-    plain = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "group": 8}
-    known = [plain] if all(x != plain for x in (best, *others)) else []
-    found = [*others[:1], clusters[0], *known, *others[1:2], clusters[1], *others[2:], {**best, "group": 16}]
-    return [config for config in found if valid(case, config) is None]
+    plain = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "halves": False, "group": 8}
+    found = [
+        *halved[:1],
+        *others[:1],
+        *halved[1:2],
+        clusters[0],
+        plain,
+        *others[1:2],
+        *halved[2:],
+        clusters[1],
+    ]
+    found += [*others[2:], {**best, "group": 16}]
+    unique = [config for i, config in enumerate(found) if config not in (best, *found[:i])]
+    return [config for config in unique if valid(case, config) is None]
 
 
 KERNELS = (
