@@ -56,6 +56,9 @@ class Tuner:
                 for point in search.asked:
                     self.session.compile(point.kernel, point.candidate, priority)
             if not self._round(searches, trials):
+                for search in searches:
+                    if search.results and not search.settled:
+                        self._settle(search, "seconds")
                 return
             searches = [s for s in searches if not s.settled]
             self.session.show.advance("tuned", total - len({s.case.name for s in searches}), total)
@@ -190,7 +193,7 @@ class Tuner:
             reason=refused.reason,
         )
 
-    def _settle(self, search: _Search) -> None:
+    def _settle(self, search: _Search, bound: str = "") -> None:
         search.settled = True
         near = strategies.near_ties(search.results)
         if not near:
@@ -211,7 +214,7 @@ class Tuner:
             pruned=self.contest.pruned(search.case, search.rival),
             compile_seconds=sum(search.compile_seconds.values()),
             gpu_seconds=search.gpu_seconds,
-            bound="space" if len(search.results) == search.space else "trials",
+            bound=bound or ("space" if len(search.results) == search.space else "trials"),
             gpu=self.gpu,
             regret=regret,
         )
