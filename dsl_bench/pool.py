@@ -24,7 +24,7 @@ from dsl_bench import jobs
 from dsl_bench.jobs import Done, Job, Partial, Progress, Refused
 
 Role = Literal["describe", "compile", "device", "interpret"]
-#: seconds that a fresh worker may take beyond a job's deadline: the interpreter's start, and torch's where the
+#: seconds that a fresh worker may take beyond the deadline: the start of Python, and of torch where the
 #: role needs it
 START_SECONDS: dict[Role, float] = {"describe": 10.0, "compile": 60.0, "device": 60.0, "interpret": 60.0}
 
