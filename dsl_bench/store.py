@@ -181,7 +181,7 @@ def promote(run_file: Path | str, name: str = "") -> Path:
         raise RecordError(f"{run_file} holds no results of a GPU, so there is nothing to record")
     stamp = re.sub(r"[^0-9TZ]", "", header.started.partition("+")[0]) + "Z"
     target = results_folder() / slug(gpu) / f"{stamp}-{slug(name) or slug(header.run_id)}.jsonl"
-    data = b"".join(records.encode(r) + b"\n" for r in kept)
+    data = b"".join(records.encode(_public(r)) + b"\n" for r in kept)
     _check_room(target, len(data))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -191,6 +191,15 @@ def promote(run_file: Path | str, name: str = "") -> Path:
     except OSError as fault:
         raise RecordError(f"cannot write {target}: {fault.strerror or fault}") from fault
     return target
+
+
+def _public(record: Record) -> Record:
+    """A header without its machine's name and folders, which tell a reader nothing about the numbers."""
+    if not isinstance(record, RunHeader):
+        return record
+    words = [Path(word).name if word.startswith("/") else word for word in record.command.split(" ")]
+    environment = {k: v for k, v in record.environment.items() if k != "host"}
+    return msgspec.structs.replace(record, command=" ".join(words), environment=environment)
 
 
 def _worth_keeping(found: Sequence[Record]) -> list[Record]:

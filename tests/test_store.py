@@ -258,6 +258,16 @@ class TestPromote:
         assert not [r for r in found if isinstance(r, Trial)]
         assert [type(r) for r in found if not isinstance(r, Compiled)] == [RunHeader, Tuned, Race]
 
+    def test_the_header_names_no_machine_and_no_folder(self, tmp_path: Path) -> None:
+        environment = {**HEADER.environment, "host": "box7"}
+        command = "dsl-bench run --winners /home/me/old.jsonl -o /scratch/r1.jsonl"
+        header = msgspec.structs.replace(HEADER, environment=environment, command=command)
+        target = store.promote(write(tmp_path / "r1.jsonl", header, race()))
+        (first, *_), _ = store.read([target])
+        assert isinstance(first, RunHeader)
+        assert first.command == "dsl-bench run --winners old.jsonl -o r1.jsonl"
+        assert first.environment == HEADER.environment
+
     def test_it_refuses_a_damaged_file(self, tmp_path: Path) -> None:
         path = self.full_run(tmp_path)
         path.write_bytes(path.read_bytes() + b"{")
