@@ -2,8 +2,8 @@
 
 A tensor map's box of such rows touches two 128-byte lines a row, and the TMA unit's rate is one of lines. So
 one operand or both come by pointers instead, which the compiler pipelines into 16-byte asynchronous copies
-through the load/store unit; ``mixed`` keeps A on the TMA unit and ``mixed_b`` B, so that the two units share
-the work. Tiles of 192 columns are two products a step, of 128 and of 64. Limited by issue slots of the copies.
+through the load/store unit; ``mixed`` keeps A on the TMA unit and ``mixed_b`` B, so that the two units
+share the work. Tiles of 192 columns are two products a step, of 128 and of 64. Limited by issue slots of the copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ BK = 64
 
 @triton.jit
 def rows_at(base, first, limit, k, COUNT: tl.constexpr, STEP: tl.constexpr):
-    """Pointers [COUNT, STEP] to the first elements of COUNT rows of k from ``first`` on; beyond ``limit``, of
-    the last row again."""
+    """Pointers [COUNT, STEP] to the first elements of COUNT rows of k from ``first`` on; beyond ``limit``,
+    of the last row again."""
     rows = tl.minimum(first + tl.arange(0, COUNT), limit - 1)
     return base + rows[:, None] * k + tl.arange(0, STEP)[None, :]
 
