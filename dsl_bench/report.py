@@ -260,10 +260,30 @@ def _caption(gpu: str, mine: Sequence[Row], found: Sequence[Record]) -> str:
         *versions,
     ]
     note = "; some kernels have changed since" if any(row["stale"] for row in mine) else ""
+    lone = _from_one_process(mine, [r for r in found if isinstance(r, Race)])
+    note += f"; from one process only: {', '.join(lone)}" if lone else ""
     return (
         "Speed as a fraction of the fastest vendor kernel, geometric mean / worst case, the lower of the "
         f"cold and the sustained regime case by case. {'; '.join(parts)}{note}."
     )
+
+
+def _from_one_process(mine: Sequence[Row], races: Sequence[Race]) -> list[str]:
+    """Groups and languages with a row that only one process raced: a claim that waits for its second."""
+    seen: dict[tuple[str, str, str], set[tuple[str, str]]] = {}
+    for race in races:
+        for index in race.racers:
+            slot = (race.case.name, str(race.regime), race.participants[index].key)
+            seen.setdefault(slot, set()).add((race.run_id, race.process))
+    held = {
+        (r.case.name, str(r.regime), p.kernel, str(p.config)): p.key for r in races for p in r.participants
+    }
+    found: dict[str, None] = {}
+    for row in mine:
+        key = held.get((row["case"], row["regime"], row["kernel"], str(row["config"])))
+        if key is not None and len(seen.get((row["case"], row["regime"], key), ())) == 1:
+            found[f"{row['group']} in {row['backend']}"] = None
+    return list(found)
 
 
 # -- for notebooks ----------------------------------------------------------------------------------------
