@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -64,3 +66,18 @@ def test_the_readmes_table_is_not_stale(cli: Any, tmp_path: Path) -> None:
     assert copy.read_text() == (ROOT / "README.md").read_text(), (
         "run dsl-bench report -r results --readme README.md"
     )
+
+
+@pytest.mark.slow
+def test_the_kernel_pages_tables_are_not_stale(tmp_path: Path) -> None:
+    if not recorded():
+        pytest.skip("nothing is recorded yet")
+    pages = sorted((ROOT / "docs" / "kernels").glob("*.md"))
+    for page in pages:
+        (tmp_path / page.name).write_text(page.read_text())
+    script = ROOT / "scripts" / "kernel_pages.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=200)
+    for page in pages:
+        assert (tmp_path / page.name).read_text() == page.read_text(), (
+            f"run scripts/kernel_pages.py: {page.name}"
+        )
