@@ -344,3 +344,12 @@ def test_the_terminals_table_shows_every_value_whole() -> None:
 def test_an_unknown_format_names_the_closest() -> None:
     with pytest.raises(UsageError, match="did you mean json"):
         tables.render(ROWS, "jsn")
+
+
+def test_rows_from_one_process_are_named_in_the_readme() -> None:
+    first = [header("r1"), race(EVEN), race(EVEN, regime="sustained")]
+    alone = report.summary(report.rows(first, HASHES), first)
+    assert "from one process only: quick in cuda" in alone
+    second = [race(EVEN, process="1", seed=1), race(EVEN, regime="sustained", process="1", seed=1)]
+    both = [*first, *second]
+    assert "from one process only" not in report.summary(report.rows(both, HASHES), both)
