@@ -1,4 +1,4 @@
-"""Runs and tuning sessions as functions: what the command line and notebooks call."""
+"""Runs and searches as functions: what the command line and notebooks call."""
 
 from __future__ import annotations
 
@@ -98,6 +98,12 @@ def run(request: Request, show: Progressor | None = None) -> Report:
     work = {name: cases_of(catalog, name, request) for name in names}
     if not work:
         raise NothingMatched("no workload is installed")
+    if not any(b.role == "language" for _, b in catalog.backends().values()):
+        why = (
+            ", ".join(f"{d.origin.name} ({d.state})" for d in catalog.failed)
+            or "none is installed or allowed"
+        )
+        raise NothingMatched(f"no language backend to run: {why}; see dsl-bench list")
     env = environment.collect()
     target = _target(request, env)
     run_id = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + "-" + secrets.token_hex(2)

@@ -34,7 +34,11 @@ def rows(catalog: Catalog) -> list[Row]:
         elif described.backend is not None:
             info = described.backend
             ready = [name for name, t in info.targets.items() if t.ready]
-            reasons = [f"{n}: {t.reason} ({t.hint})" for n, t in info.targets.items() if not t.ready]
+            reasons = [
+                f"{n}: {t.reason}" + (f" ({t.hint})" if t.hint else "")
+                for n, t in info.targets.items()
+                if not t.ready
+            ]
             state = "failed" if info.problems else "ready" if ready else "unavailable"
             reason = "; ".join([*info.problems, *reasons])
             result.append({**base, "state": state, "targets": " ".join(ready), "reason": reason})

@@ -53,7 +53,8 @@ def test_bad_input_is_one_line_with_the_right_exit_code(tmp_path, args, code, wo
 def test_an_unwritable_results_file_is_said_before_anything_runs(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    done = dsl_bench("run", "gemm", "--out", str(blocker / "x.jsonl"), cwd=tmp_path)
+    env = {"DSL_BENCH_BACKENDS": "cuda"}
+    done = dsl_bench("run", "gemm", "--out", str(blocker / "x.jsonl"), cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert "cannot write results" in done.stderr
 
@@ -72,3 +73,9 @@ def test_help_lists_every_command(tmp_path):
     assert done.returncode == 0
     for command in ("list", "plan", "doctor", "run", "tune", "check", "inspect", "report", "record"):
         assert command in done.stdout
+
+
+def test_a_run_without_any_language_says_so(tmp_path):
+    done = dsl_bench("run", "gemm", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "no language backend to run" in done.stderr
