@@ -62,7 +62,10 @@ class Bench:
                     raise DslBenchError(f"this worker does not do {type(job).__name__}")
 
     def take_ledger(self) -> dict[str, float]:
-        """Seconds by activity since it was last asked; ``job`` is the wall time they lie in."""
+        """Seconds by activity since it was last asked. ``job`` is the wall time they lie in, ``device`` the
+        part of ``time`` in which the device ran what was timed."""
+        if self.device.type == "cuda":
+            self.watch.seconds["device"] = timing.take_timed_seconds()
         taken, self.watch.seconds = self.watch.seconds, {}
         return taken
 

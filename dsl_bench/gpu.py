@@ -78,6 +78,8 @@ class CudaDevice:
         self.uuid = uuid if not uuid or uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
         self._cycles_per_ns = self._clock_ghz()
         self._side = torch.cuda.Stream()
+        #: ns between all events that were read: what of the timing the device was busy with
+        self.timed_ns = 0.0
         self._flush: Any = None
         self._sink: Any = None
         self._driver: Any = None
@@ -114,7 +116,9 @@ class CudaDevice:
         event.synchronize()
 
     def elapsed_ns(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) * 1e6
+        span = float(start.elapsed_time(end)) * 1e6
+        self.timed_ns += span
+        return span
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()

@@ -33,10 +33,19 @@ __all__ = [
     "quick",
     "race_cold",
     "race_sustained",
+    "take_timed_seconds",
 ]
 
 #: samples of a quick timing
 QUICK_LEAST, QUICK_MOST = 5, 200
+
+
+def take_timed_seconds() -> float:
+    """Seconds that the device spent between events since this was last asked: the rest of the timing is the
+    host's (captures, launches, idle gaps, synchronising)."""
+    gpu = cuda()
+    taken, gpu.timed_ns = gpu.timed_ns, 0.0
+    return taken * 1e-9
 
 
 def median(samples: Sequence[float]) -> float:
