@@ -7,6 +7,7 @@ cannot be read is named by file and number and costs only itself. Owns no ratio:
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,16 +101,28 @@ class Problem:
 
 def read(paths: Iterable[Path | str]) -> tuple[list[Record], list[Problem]]:
     """All records of the files (and of the ``.jsonl`` files below the folders) at ``paths``, in file order,
-    and the lines that held none. Raises UsageError for a path that does not exist."""
+    and the lines that held none. A race that lies in several files (a run and its promoted copy) is one race
+    and is returned once. Raises UsageError for a path that does not exist."""
     found: list[Record] = []
     problems: list[Problem] = []
+    races: set[bytes] = set()
     for path in _files(paths):
         for number, outcome in _lines(path):
             if isinstance(outcome, str):
                 problems.append(Problem(path, number, outcome))
-            else:
+            elif not _is_copy(outcome, races):
                 found.append(outcome)
     return found, problems
+
+
+def _is_copy(record: Record, races: set[bytes]) -> bool:
+    """Whether ``record`` is a race that ``races`` holds already; remembers it where not."""
+    if not isinstance(record, Race):
+        return False
+    identity = hashlib.sha256(records.encode(record)).digest()
+    known = identity in races
+    races.add(identity)
+    return known
 
 
 def _files(paths: Iterable[Path | str]) -> list[Path]:

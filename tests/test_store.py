@@ -258,6 +258,15 @@ class TestPromote:
         assert not [r for r in found if isinstance(r, Trial)]
         assert [type(r) for r in found if not isinstance(r, Compiled)] == [RunHeader, Tuned, Race]
 
+    def test_a_run_and_its_promoted_copy_are_the_same_races(self, tmp_path: Path) -> None:
+        run = self.full_run(tmp_path)
+        target = store.promote(run)
+        alone, _ = store.read([run])
+        both, problems = store.read([run, target])
+        assert not problems
+        assert [r for r in both if isinstance(r, Race)] == [r for r in alone if isinstance(r, Race)]
+        assert len(store.entries(both)) == len(store.entries(alone))
+
     def test_the_header_names_no_machine_and_no_folder(self, tmp_path: Path) -> None:
         environment = {**HEADER.environment, "host": "box7"}
         command = "dsl-bench run --winners /home/me/old.jsonl -o /scratch/r1.jsonl"
