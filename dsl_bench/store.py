@@ -105,24 +105,24 @@ def read(paths: Iterable[Path | str]) -> tuple[list[Record], list[Problem]]:
     and is returned once. Raises UsageError for a path that does not exist."""
     found: list[Record] = []
     problems: list[Problem] = []
-    races: set[bytes] = set()
+    earlier: set[bytes] = set()
     for path in _files(paths):
+        mine: set[bytes] = set()
         for number, outcome in _lines(path):
             if isinstance(outcome, str):
                 problems.append(Problem(path, number, outcome))
-            elif not _is_copy(outcome, races):
+                continue
+            identity = _identity(outcome)
+            if identity not in earlier:
                 found.append(outcome)
+            mine |= {identity} if identity else set()
+        earlier |= mine
     return found, problems
 
 
-def _is_copy(record: Record, races: set[bytes]) -> bool:
-    """Whether ``record`` is a race that ``races`` holds already; remembers it where not."""
-    if not isinstance(record, Race):
-        return False
-    identity = hashlib.sha256(records.encode(record)).digest()
-    known = identity in races
-    races.add(identity)
-    return known
+def _identity(record: Record) -> bytes:
+    """What makes a race the same one in another file; empty for other records."""
+    return hashlib.sha256(records.encode(record)).digest() if isinstance(record, Race) else b""
 
 
 def _files(paths: Iterable[Path | str]) -> list[Path]:
