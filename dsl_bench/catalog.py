@@ -19,7 +19,7 @@ import msgspec
 import platformdirs
 
 from dsl_bench import jobs, registry
-from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
+from dsl_bench.errors import NothingMatched, UsageError, unknown
 from dsl_bench.jobs import BackendInfo, Described, KernelInfo, Origin, WorkloadInfo
 from dsl_bench.pool import Outcome, Worker
 from dsl_bench.records import CaseRef
@@ -221,8 +221,3 @@ def select(info: WorkloadInfo, groups: Sequence[str], patterns: Sequence[str]) -
             f"patterns {' '.join(patterns) or 'any'}"
         )
     return chosen
-
-
-def describe_failure(fault: Exception) -> str:
-    """An error as the one line that a user sees."""
-    return str(fault) if isinstance(fault, DslBenchError) else f"{type(fault).__name__}: {fault}"

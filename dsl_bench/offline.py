@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-import msgspec
-
 from dsl_bench import jobs
-from dsl_bench.jobs import Built, Candidate, Planned, Refused
+from dsl_bench.jobs import Candidate, Planned, Refused
 from dsl_bench.pool import Worker
 from dsl_bench.records import CaseRef, Choice, ConfigDict, Failure, Interpreted, Record, Skip
 from dsl_bench.session import Session
@@ -160,21 +157,3 @@ def _skip(
 ) -> None:
     status = "invalid_config" if case else "unavailable"
     session.sink.write(Skip(session.run_id, workload, case, backend, kernel, status, reason, hint))
-
-
-def facts_rows(session: Session, records: Sequence[Record]) -> list[dict[str, object]]:
-    """One row a compiled specialisation, for a table."""
-    from dsl_bench.records import Compiled
-
-    rows = []
-    for record in records:
-        if isinstance(record, Compiled) and record.facts is not None:
-            facts = msgspec.structs.asdict(record.facts)
-            facts.pop("sass")
-            rows.append(
-                {"kernel": record.kernel, "static": json.dumps(record.static), **facts, **record.facts.sass}
-            )
-    return rows
-
-
-__all__ = ["Built", "compile_all", "facts_rows", "interpret", "no_device"]

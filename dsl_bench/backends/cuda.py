@@ -9,7 +9,6 @@ torch's current stream and calls ``cuLaunchKernelEx``, which can be captured in 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsl_bench.backends._host import probe_driver, tool_version
 from dsl_bench.plugin import Artifact, Availability, Backend, KernelFault, Target
 
 CUBIN = "kernel.cubin"
@@ -306,16 +306,7 @@ def _nvcc() -> Path:
 
 
 def _nvcc_version() -> str:
-    return _version_of(str(_nvcc()))
-
-
-@functools.cache
-def _version_of(path: str) -> str:
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
-    if found is None:
-        raise KernelFault("unavailable", f"{path} --version does not name a version")
-    return found.group(1)
+    return tool_version(str(_nvcc()))
 
 
 def _bindings_version() -> str:
@@ -344,12 +335,4 @@ def _probe_device() -> Availability:
             found = None
         if found is None:
             return Availability(False, f"{package} is not installed", hint)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Availability(False, "no CUDA driver (libcuda.so.1)", "the target compile needs none")
-    count = ctypes.c_int(0)
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or count.value < 1:
-        return Availability(False, f"no CUDA device (driver status {status})", "check CUDA_VISIBLE_DEVICES")
-    return Availability(True)
+    return probe_driver("the target compile needs none")

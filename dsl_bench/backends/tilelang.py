@@ -12,7 +12,6 @@ be captured in a graph.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsl_bench.backends._host import probe_driver, tool_version
 from dsl_bench.plugin import Artifact, Availability, Backend, KernelFault, Target
 
 _NAME = "kernel"
@@ -228,16 +228,7 @@ def _nvcc() -> Path:
 
 
 def _nvcc_version() -> str:
-    return _tool_version(str(_nvcc()))
-
-
-@functools.cache
-def _tool_version(path: str) -> str:
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
-    if found is None:
-        raise KernelFault("unavailable", f"{path} --version does not name a version")
-    return found.group(1)
+    return tool_version(str(_nvcc()))
 
 
 def _probe_compiler() -> Availability:
@@ -257,12 +248,4 @@ def _probe_device() -> Availability:
     compiler = _probe_compiler()
     if not compiler.ready:
         return compiler
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Availability(False, "no CUDA driver (libcuda.so.1)", "the compile target needs none")
-    count = ctypes.c_int(0)
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or count.value < 1:
-        return Availability(False, f"no CUDA device (driver status {status})", "check CUDA_VISIBLE_DEVICES")
-    return Availability(True)
+    return probe_driver("the compile target needs none")

@@ -10,7 +10,6 @@ on torch's current stream. It allocates nothing, so it can be captured in a grap
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dsl_bench.backends._host import probe_driver, tool_version
 from dsl_bench.plugin import Artifact, Availability, Backend, KernelFault, Target
 
 _NAME = "kernel"
@@ -268,16 +268,7 @@ def _ptxas() -> Path:
 
 
 def _ptxas_version() -> str:
-    return _tool_version(str(_ptxas()))
-
-
-@functools.cache
-def _tool_version(path: str) -> str:
-    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    found = re.search(r"\bV(\d+(?:\.\d+)+)", text)
-    if found is None:
-        raise KernelFault("unavailable", f"{path} --version does not name a version")
-    return found.group(1)
+    return tool_version(str(_ptxas()))
 
 
 def _probe_ptxas() -> Availability:
@@ -315,12 +306,4 @@ def _probe_device() -> Availability:
     if not any(c and shutil.which(c) for c in compilers):
         reason = "no C compiler: Triton builds its launcher with one"
         return Availability(False, reason, "install gcc, or set CC")
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Availability(False, "no CUDA driver (libcuda.so.1)", "targets compile and interpret need none")
-    count = ctypes.c_int(0)
-    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if status or count.value < 1:
-        return Availability(False, f"no CUDA device (driver status {status})", "check CUDA_VISIBLE_DEVICES")
-    return Availability(True)
+    return probe_driver("targets compile and interpret need none")
