@@ -12,6 +12,7 @@ import torch
 from dsl_bench import check
 from dsl_bench.jobs import Racer
 from dsl_bench.kernel import Call
+from dsl_bench.records import Accuracy
 from dsl_bench.workload import Case, TensorSpec, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
@@ -50,6 +51,7 @@ class Arena:
         self._specs = workload.specs(case)
         self.sets = [self._allocate() for _ in range(sets)]
         self._references: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+        self._yardsticks: dict[tuple[int, str], Accuracy | None] = {}
 
     def _allocate(self) -> BufferSet:
         import numpy as np
@@ -78,6 +80,18 @@ class Arena:
         if key not in self._references:
             self._references = {key: self.workload.reference(self.case, self.sets[0].inputs)}
         return self._references[key]
+
+    def yardstick(self, version: int, data: str) -> Accuracy | None:
+        """The accuracy of the workload's sound low-precision algorithm on the same values; None where outputs
+        are held to rounding, or the workload has no such algorithm."""
+        if self.workload.bound.yardstick == "rounding":
+            return None
+        key = (version, data)
+        if key not in self._yardsticks:
+            reference, inputs = self.reference(version, data), self.sets[0].inputs
+            sound = self.workload.yardstick(self.case, inputs)
+            self._yardsticks = {key: check.measure(reference, sound, data) if sound is not None else None}
+        return self._yardsticks[key]
 
 
 @dataclass

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from dsl_bench.errors import DslBenchError, KernelFault, UsageError
 from dsl_bench.records import Accuracy
 from dsl_bench.workload import DATA_KINDS, Bound, Case, Workload
@@ -144,13 +146,14 @@ def verify(
     data: str = "normal",
     *,
     vendor: Accuracy | None = None,
+    leeway: float = 1.0,
 ) -> Accuracy:
     """The accuracy of ``outputs`` (of several, the one with the greatest RMS error), or a KernelFault.
 
     ``before`` is the fingerprint of ``inputs`` from before the call; another one is taken here. ``vendor`` is
-    the default baseline's own accuracy on the same data, needed where the workload's yardstick is ``vendor``;
-    without it errors are measured and not judged. Statuses: ``mutated_input``, ``unwritten``, ``nonfinite``,
-    ``incorrect`` with check ``shape``, ``rms``, ``worst``, ``row`` or ``column``. A reference that is not
+    the accuracy of the yardstick on the same data, needed where that is ``vendor``; without it errors are
+    measured and not judged, and ``leeway`` times it is allowed. Statuses: ``mutated_input``,
+    ``unwritten``, ``nonfinite``, ``incorrect`` with check ``shape``, ``rms``, ``worst``, ``row`` or ``column``. A reference that is not
     finite in the output's type is a DslBenchError: the workload's fault, not the kernel's."""
     _unchanged(before, fingerprint(inputs))
     found: list[Accuracy] = []
@@ -158,11 +161,41 @@ def verify(
         out = _matching(case, name, ref, outputs)
         errors = _compare(name, ref, out)
         accuracy = errors.accuracy(data)
-        _judge(f"{name} of {case.name} on {data} data", errors, accuracy, workload.bound, vendor)
+        what = f"{name} of {case.name} on {data} data"
+        _judge(what, errors, accuracy, workload.bound, _scaled(vendor, leeway))
         found.append(accuracy)
     if not found:
         raise DslBenchError(f"{case.workload}: the reference has no outputs")
     return max(found, key=lambda a: a.rms)
+
+
+def measure(reference: Mapping[str, Any], outputs: Mapping[str, Any], data: str) -> Accuracy:
+    """The accuracy of ``outputs`` (of several, the one with the greatest RMS error), not judged."""
+    found = [_compare(name, ref, outputs[name]).accuracy(data) for name, ref in reference.items()]
+    return max(found, key=lambda a: a.rms)
+
+
+def hold_to(what: str, got: Accuracy, vendor: Accuracy, bound: Bound) -> None:
+    """KernelFault ``incorrect`` where ``got`` is out of ``bound`` of a vendor kernel's accuracy on the same
+    data. A vendor more exact than its output type's rounding is no stricter measure than that rounding."""
+    pairs = (
+        ("rms", got.rms, max(vendor.rms, got.rounding_rms), bound.rms, SLACK_RMS),
+        ("worst", got.worst, max(vendor.worst, got.rounding_worst), bound.worst, SLACK_WORST),
+    )
+    for name, error, yard, times, slack in pairs:
+        if not error <= times * yard + slack:
+            raise KernelFault(
+                "incorrect",
+                f"{what} on {got.data} data: {name} error {error:.3g} is {_times(error, yard)} that of the "
+                f"fastest vendor kernel; allowed {times:g}x",
+                f"vendor_{name}",
+            )
+
+
+def _scaled(accuracy: Accuracy | None, leeway: float) -> Accuracy | None:
+    if accuracy is None or leeway == 1.0:
+        return accuracy
+    return msgspec.structs.replace(accuracy, rms=leeway * accuracy.rms, worst=leeway * accuracy.worst)
 
 
 def _unchanged(before: Mapping[str, int], after: Mapping[str, int]) -> None:
@@ -313,7 +346,8 @@ def _judge(what: str, errors: _Errors, got: Accuracy, bound: Bound, vendor: Accu
     if bound.yardstick == "vendor":
         if vendor is None:
             return
-        yard_rms, yard_worst, yard = vendor.rms, vendor.worst, "the vendor's"
+        yard_rms, yard_worst = vendor.rms, vendor.worst
+        yard = "that of a sound algorithm in this precision"
     else:
         yard_rms, yard_worst, yard = got.rounding_rms, got.rounding_worst, "that of rounding the exact result"
     # where the reference is zero throughout, nothing but zero will do

@@ -4,10 +4,11 @@ from dsl_bench.backend import API_VERSION, Artifact, Availability, Backend, Targ
 from dsl_bench.codegen import cubin_facts
 from dsl_bench.errors import KernelFault, UsageError
 from dsl_bench.kernel import Call, Config, Kernel, Needs, Static
-from dsl_bench.workload import Bound, Case, TensorSpec, Workload, positive_int
+from dsl_bench.workload import DTYPES, Bound, Case, TensorSpec, Workload, int_list, positive_int
 
 __all__ = [
     "API_VERSION",
+    "DTYPES",
     "Artifact",
     "Availability",
     "Backend",
@@ -24,5 +25,6 @@ __all__ = [
     "UsageError",
     "Workload",
     "cubin_facts",
+    "int_list",
     "positive_int",
 ]

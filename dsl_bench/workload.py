@@ -66,7 +66,8 @@ class Bound:
 
     ``rms`` is the greatest RMS error as a multiple of the RMS error of the yardstick, ``worst`` the
     greatest single error as a multiple of the yardstick's worst. The yardstick is either
-    ``rounding`` (the float64 reference rounded to the output type) or ``vendor`` (the default baseline).
+    ``rounding`` (the float64 reference rounded to the output type) or ``vendor``: a sound algorithm in low
+    precision (:meth:`Workload.yardstick`) and, in a race, the fastest vendor kernel.
     """
 
     yardstick: Literal["rounding", "vendor"] = "rounding"
@@ -108,6 +109,11 @@ class Workload:
         """Float64 outputs computed from the rounded inputs, on the inputs' device, chunked where large."""
         raise NotImplementedError
 
+    def yardstick(self, case: Case, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Outputs of a sound algorithm in the case's own precision, for a ``bound`` of kind ``vendor``: the
+        measure where no vendor kernel is at hand. None by default: errors are then measured, not judged."""
+        return None
+
     def flops(self, case: Case) -> float:
         """Floating-point operations that the case must do."""
         raise NotImplementedError
@@ -126,3 +132,14 @@ def positive_int(workload: str, key: str, text: str) -> int:
     if value < 1:
         raise UsageError(f"{workload}: {key}={text!r} is not a positive integer")
     return value
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    """``512*16+8192`` as a tuple of integers, each at least 0; ValueError tells what is wrong."""
+    numbers: list[int] = []
+    for part in text.split("+"):
+        value, star, count = (piece.strip() for piece in part.partition("*"))
+        if not value.isdecimal() or (star and not count.isdecimal()):
+            raise ValueError(f"{part.strip()!r} is neither a length nor length*count")
+        numbers += [int(value)] * (int(count) if star else 1)
+    return tuple(numbers)
