@@ -8,7 +8,7 @@ fraction of the vendor's speed: above 1 means faster than the vendor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,6 +122,66 @@ def hierarchical(
     means = draws[picks, rng.integers(0, resamples, size=picks.shape)].mean(axis=0)
     lo, hi = _interval(means)
     return Estimate(float(centres.mean()), lo, hi, rounds, float(centres.max() - centres.min()))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The relative variance between processes, pooled, and the degrees of freedom it rests on."""
+
+    variance: float = 0.0
+    freedom: int = 0
+
+    @staticmethod
+    def of(groups: Iterable[Sequence[float]]) -> Spread:
+        """Pooled over groups of medians, one group what was measured in several processes."""
+        squares, freedom = 0.0, 0
+        for group in groups:
+            if len(group) > 1:
+                values = np.log(np.asarray(group, dtype=np.float64))
+                squares += float(((values - values.mean()) ** 2).sum())
+                freedom += len(group) - 1
+        return Spread(squares / freedom if freedom else 0.0, freedom)
+
+    def within(self, wider: Spread, weight: int = 4) -> Spread:
+        """This one drawn towards ``wider``, which counts as ``weight`` degrees of freedom."""
+        weight = min(weight, wider.freedom)
+        total = self.freedom + weight
+        if not total:
+            return self
+        return Spread((self.freedom * self.variance + weight * wider.variance) / total, total)
+
+    @property
+    def deviation(self) -> float:
+        """The relative standard deviation."""
+        return math.sqrt(self.variance)
+
+
+def change(
+    before: Sequence[tuple[ArrayLike, ArrayLike]],
+    after: Sequence[tuple[ArrayLike, ArrayLike]],
+    spread: float = 0.0,
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """How a ratio changed between two sets of races (processes) of the same pair: the ratio after over the
+    ratio before. ``spread`` is the relative standard deviation between processes; a process's own rounds
+    cannot show it, so it widens the interval by what the numbers of processes leave of it."""
+    rng = np.random.default_rng(seed)
+    centres: list[float] = []
+    draws: list[Floats] = []
+    for side in (before, after):
+        rows = [_paired(num, den) for num, den in side]
+        if not rows:
+            raise ValueError("no races to estimate from")
+        centres.append(float(np.exp(np.mean([np.log(np.median(row)) for row in rows]))))
+        means = np.stack([np.log(np.maximum(_resample(row, resamples, rng), 1e-12)) for row in rows]).mean(
+            axis=0
+        )
+        draws.append(means + rng.normal(0.0, spread / math.sqrt(len(rows)), resamples))
+    lo, hi = _interval(np.exp(draws[1] - draws[0]))
+    rounds = sum(np.asarray(num).size for num, _ in (*before, *after))
+    return Estimate(centres[1] / centres[0], lo, hi, rounds, spread)
 
 
 def aa_floor(copy: ArrayLike, original: ArrayLike) -> float:
