@@ -1,0 +1,130 @@
+"""The HTML page and the tables beside the fractions, from the recorded results."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dsl_bench import frames, insights, page, plot, report, store
+from dsl_bench.errors import NothingMatched
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[report.Row]:
+    return report.rows(store.read([RESULTS])[0])
+
+
+@pytest.fixture(scope="module")
+def text(rows: list[report.Row]) -> str:
+    return page.render(rows, store.read([RESULTS])[0], {"cuda/gemm": ("gemm", 100)})
+
+
+class _Checker(HTMLParser):
+    """Counts tags and remembers ids and what points outside the page."""
+
+    VOID = ("meta", "br", "img", "link", "hr")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.outside.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_stands_alone(text: str) -> None:
+    checker = _Checker()
+    checker.feed(text)
+    assert checker.open == []
+    assert len(checker.ids) == len(set(checker.ids)), "an id occurs twice"
+    assert checker.outside == []
+    assert not re.search(r"<script|@import|https?://(?!www\.w3\.org|purl\.org|creativecommons)", text)
+
+
+def test_the_page_holds_every_group_and_says_what_it_was_measured_on(
+    text: str, rows: list[report.Row]
+) -> None:
+    for group in {f"{r['group']} {r['dtype']}" for r in rows}:
+        assert f"<h3>{group}</h3>" in text
+    assert text.count("<svg") > len({r["group"] for r in rows})
+    for word in ("NVIDIA H200", "driver", "regimes cold, sustained", "A/A floor", "cublas"):
+        assert word in text
+
+
+def test_what_a_kernel_says_is_escaped(rows: list[report.Row]) -> None:
+    evil = [
+        r | {"status": "launch_error", "reason": "<script>x</script>", "fraction": None} for r in rows[:1]
+    ]
+    made = page.render([*rows[:6], *evil], store.read([RESULTS])[0], {})
+    assert "<script>" not in made and "&lt;script&gt;" in made
+
+
+def test_flips_name_two_languages_beyond_their_intervals(rows: list[report.Row]) -> None:
+    for flip in insights.flips(rows):
+        assert flip["cold"] != flip["sustained"]
+        assert flip["cold_order"].startswith(flip["cold"])
+
+    def row(backend: str, regime: str, value: float, half: float = 0.001) -> report.Row:
+        made = dict.fromkeys(report.ROW_FIELDS) | {"gpu": "g", "workload": "w", "case": "c"}
+        edges = {"fraction_lo": value - half, "fraction_hi": value + half}
+        return made | {"backend": backend, "regime": regime, "fraction": value} | edges
+
+    crossed = [row("a", "cold", 1.0), row("b", "cold", 0.9), row("a", "sustained", 0.9)]
+    assert len(insights.flips([*crossed, row("b", "sustained", 1.0)])) == 1
+    assert insights.flips([*crossed, row("b", "sustained", 1.0, 0.2)]) == []
+
+
+def test_baselines_count_every_case_once(rows: list[report.Row]) -> None:
+    found = insights.baselines(rows)
+    for group in {(r["group"], r["dtype"], r["regime"]) for r in found}:
+        mine = [r for r in found if (r["group"], r["dtype"], r["regime"]) == group]
+        assert sum(r["cases"] for r in mine) == mine[0]["total"]
+
+
+def test_cost_adds_up() -> None:
+    found = store.read([RESULTS])[0]
+    kernels = {r.kernel: ("gemm", 10) for r in found if hasattr(r, "facts") and r.facts}
+    table = {r["backend"]: r for r in insights.costs(found, kernels)}
+    tuning = frames.load_tuning(RESULTS)
+    for name, row in table.items():
+        mine = tuning[tuning["contender"] == name]
+        assert row["trials"] == mine["trials"].sum() > 0
+        assert row["compiles"] > 0 and row["compile_seconds"] > 0
+
+
+def test_an_empty_frame_is_named_not_drawn() -> None:
+    trials = frames.load_trials(RESULTS)
+    with pytest.raises(NothingMatched, match="no trial"):
+        plot.budget(trials[:0])
+
+
+@pytest.mark.parametrize("shown", ["flips", "baselines", "cost"])
+def test_the_command_shows_them(shown: str) -> None:
+    command = [sys.executable, "-m", "dsl_bench", "report", "-r", str(RESULTS), "--show", shown, "-f", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("[")
