@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help run test check test-gpu wheel bench-harness clean
+.PHONY: help run test check test-gpu wheel bench-harness bench-tuners docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ check: $(VENV)/.ready ## lint, format, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.ready ## regenerate the table of wrong kernels in docs/measuring.md
+	$(PY) tests/wrong_kernels/kinds.py docs/measuring.md
+
 test-gpu: $(VENV)/.ready ## the tests that need a Hopper GPU
 	$(PY) -m pytest -m gpu
 
@@ -42,6 +45,9 @@ wheel: $(VENV)/.ready ## build dist/*.whl
 
 bench-harness: $(VENV)/.ready ## how much of the GPU worker's time is measuring
 	$(PY) tests/bench_harness.py
+
+bench-tuners: $(VENV)/.ready ## our search against triton.autotune and tilelang.autotune; ARGS="--out FILE"
+	$(PY) tests/bench_tuners.py $(ARGS)
 
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) $(VENV)36 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

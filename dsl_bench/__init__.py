@@ -28,3 +28,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dsl_bench' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What there is to complete: the public names, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -15,8 +15,19 @@ from dsl_bench import catalog as catalogs
 from dsl_bench import environment, offline, store
 from dsl_bench.catalog import Catalog
 from dsl_bench.contest import Memory, contenders
-from dsl_bench.errors import NothingMatched, UsageError
-from dsl_bench.records import REGIMES, SCHEMA, CaseRef, Record, Regime, RunHeader
+from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
+from dsl_bench.jobs import KernelInfo
+from dsl_bench.records import (
+    REGIMES,
+    SCHEMA,
+    CaseRef,
+    Compiled,
+    Failure,
+    Record,
+    Regime,
+    RunHeader,
+    Skip,
+)
 from dsl_bench.runner import Runner
 from dsl_bench.session import Progressor, Session, Settings, gpu_lock
 
@@ -31,6 +42,8 @@ class Request:
     groups: Sequence[str] = ()
     patterns: Sequence[str] = ()
     own_cases: Sequence[dict[str, str]] = ()
+    #: where each own case was read, for the message about a bad one
+    own_where: Sequence[str] = ()
     backends: Sequence[str] = ()
     kernels: Sequence[str] = ()
     regimes: Sequence[Regime] = REGIMES
@@ -56,64 +69,156 @@ class Report:
     target: str = ""
     unfinished: list[str] = field(default_factory=list)
     interrupted: bool = False
+    #: lines of the resumed file that could not be read
+    problems: list[str] = field(default_factory=list)
+    #: the names of the cases behind each compiled artifact's key
+    compiled_for: dict[str, list[str]] = field(default_factory=dict)
 
 
 class _Tee:
-    """Writes to the results file and keeps the records for the table at the end."""
+    """Writes to the results file and keeps the records for the table at the end.
 
-    def __init__(self, writer: store.Writer) -> None:
+    What a resumed file says already (refusals, artifacts) is not written again."""
+
+    def __init__(self, writer: store.Writer, gpu: str = "", earlier: Sequence[Record] = ()) -> None:
         self._writer = writer
         self.records: list[Record] = []
+        here = {r.run_id for r in earlier if isinstance(r, RunHeader) and r.environment.get("gpu", "") == gpu}
+        self._said = {
+            said
+            for r in earlier
+            if getattr(r, "run_id", None) in here and (said := _repeatable(r)) is not None
+        }
 
     def write(self, record: Record) -> None:
         """On disk first, then kept."""
-        self._writer.write(record)
-        self.records.append(record)
+        if _repeatable(record) not in self._said:
+            self._writer.write(record)
+            self.records.append(record)
+
+
+def _repeatable(record: Record) -> tuple[str, ...] | None:
+    """What a record says whichever run says it; None for those that each run adds."""
+    match record:
+        case Skip():
+            return ("skip", record.workload, record.case, record.backend, record.kernel, record.reason)
+        case Compiled() if record.status == "ok":
+            return ("compile", record.key, record.toolchain)
+        case _:
+            return None
+
+
+def work_of(catalog: Catalog, request: Request) -> dict[str, list[CaseRef]]:
+    """The cases that a request means, by workload. Fills in the backends that its kernels imply.
+
+    Raises UsageError for what does not exist or go together, NothingMatched where nothing is left."""
+    for name in request.backends:
+        catalog.backend(name)
+    kernels = [_kernel(catalog, name) for name in request.kernels]
+    implied = list(dict.fromkeys(k.id.partition("/")[0] for k in kernels))
+    for name in implied:
+        catalog.backend(name)
+    _same_backends(request, implied)
+    request.backends = request.backends or implied
+    work = _cases_by_workload(catalog, request, [k.workload for k in kernels])
+    for kernel in kernels:
+        if kernel.workload not in work:
+            raise UsageError(f"kernel {kernel.id} does {kernel.workload}, not {', '.join(work)}")
+    if not any(b.role == "language" for _, b in catalog.backends().values()):
+        why = ", ".join(f"{d.origin.name} ({d.state})" for d in catalog.failed)
+        why = why or "none is installed or allowed"
+        raise NothingMatched(f"no language backend to run: {why}; see dsl-bench list")
+    return work
+
+
+def _kernel(catalog: Catalog, name: str) -> KernelInfo:
+    kernels = catalog.kernels()
+    if name in kernels:
+        return kernels[name]
+    owner = catalog.backends().get(name.partition("/")[0])
+    if owner is not None and not any(t.ready for t in owner[1].targets.values()):
+        why = "; ".join(dict.fromkeys(t.reason for t in owner[1].targets.values()))
+        raise UsageError(f"kernel {name!r}: the backend {owner[1].name} is not ready here: {why}")
+    raise unknown("kernel", name, kernels, catalog.failure_note())
+
+
+def _same_backends(request: Request, implied: Sequence[str]) -> None:
+    if not request.kernels or not request.backends:
+        return
+    given = ", ".join(request.kernels)
+    for name in request.backends:
+        if name not in implied:
+            raise UsageError(f"--backend {name}: none of the kernels given ({given}) is of this backend")
+    for name in implied:
+        if name not in request.backends:
+            raise UsageError(f"--kernel {given}: the backend {name} is not among those given")
+
+
+def _cases_by_workload(
+    catalog: Catalog, request: Request, implied: Sequence[str]
+) -> dict[str, list[CaseRef]]:
+    """Workloads that were named must each have a case; of those that were not, the ones that have some do."""
+    names = list(dict.fromkeys(request.workloads or implied)) or sorted(catalog.workloads())
+    if not names:
+        raise NothingMatched("no workload is installed")
+    if len(names) > 1 and request.own_cases:
+        raise UsageError(f"own sizes are sizes of one workload: name it, one of {', '.join(names)}")
+    work: dict[str, list[CaseRef]] = {}
+    refused: list[DslBenchError] = []
+    for name in names:
+        try:
+            work[name] = cases_of(catalog, name, request)
+        except (UsageError, NothingMatched) as fault:
+            if request.workloads or len(names) == 1:
+                raise
+            refused.append(fault)
+    if not work:
+        known = sorted({g for _, w in catalog.workloads().values() for g in catalogs.groups_of(w)})
+        for group in request.groups:
+            if group not in known:
+                raise unknown("group", group, known)
+        raise NothingMatched("; ".join(str(fault) for fault in refused))
+    return work
 
 
 def cases_of(catalog: Catalog, workload: str, request: Request) -> list[CaseRef]:
     """The cases a request means: named ones, the user's own, or the quick group."""
     origin, info = catalog.workload(workload)
+    known = {c.name for c in info.cases}
+    names = [p for p in request.patterns if p not in known and not set(p) & set("*?[")]
     chosen: list[CaseRef] = []
-    if request.own_cases:
-        chosen += catalogs.own_cases(origin, list(request.own_cases))
-    if request.groups or request.patterns or not request.own_cases:
-        groups = request.groups or ([] if request.patterns else ["quick"])
-        chosen += catalogs.select(info, groups, request.patterns)
+    if request.own_cases or names:
+        chosen += catalogs.own_cases(origin, list(request.own_cases), request.own_where, names)
+    own = {c.name for c in chosen}
+    patterns = [p for p in request.patterns if p not in own]
+    if request.groups or patterns or not chosen:
+        groups = request.groups or ([] if patterns else ["quick"])
+        chosen += catalogs.select(info, groups, patterns)
     return list({c.name: c for c in chosen}.values())
 
 
 def run(request: Request, show: Progressor | None = None) -> Report:
     """Do what the request says with what this machine has; see :class:`Report`."""
     show = show or Progressor()
+    if request.resume and request.out and request.resume.resolve() != request.out.resolve():
+        raise UsageError(f"--resume {request.resume} goes on in that file: leave --out {request.out} away")
+    missing = [p for p in request.winners if not Path(p).exists()]
+    if missing:
+        raise UsageError(f"no results to take winners from at {missing[0]}")
     catalog = catalogs.load(request.plugins, show.say)
-    names = list(request.workloads) or sorted(catalog.workloads())
-    for name in request.backends:
-        catalog.backend(name)
-    for kernel in request.kernels:
-        if kernel not in catalog.kernels():
-            from dsl_bench.errors import unknown
-
-            raise unknown("kernel", kernel, catalog.kernels())
-    work = {name: cases_of(catalog, name, request) for name in names}
-    if not work:
-        raise NothingMatched("no workload is installed")
-    if not any(b.role == "language" for _, b in catalog.backends().values()):
-        why = (
-            ", ".join(f"{d.origin.name} ({d.state})" for d in catalog.failed)
-            or "none is installed or allowed"
-        )
-        raise NothingMatched(f"no language backend to run: {why}; see dsl-bench list")
+    work = work_of(catalog, request)
+    catalogs.require_cache()
     env = environment.collect()
     target = _target(request, env)
     run_id = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + "-" + secrets.token_hex(2)
     path = request.resume or request.out or Path("runs") / f"{run_id}.jsonl"
-    earlier = store.read([path])[0] if request.resume else []
+    earlier, problems = store.read([path]) if request.resume else ([], [])
     with store.Writer(path) as writer:
-        tee = _Tee(writer)
+        tee = _Tee(writer, str(env.get("gpu", "")), earlier)
         tee.write(_header(run_id, request, env))
         with Session(catalog, tee, run_id, request.settings, show) as session:
-            report = Report(path, tee.records, target=target)
+            report = Report(path, tee.records, target=target, problems=[str(p) for p in problems])
+            report.failed += _note_problems(session, request)
             try:
                 if target == "device":
                     with gpu_lock(str(env.get("gpu_uuid", "0"))):
@@ -124,7 +229,28 @@ def run(request: Request, show: Progressor | None = None) -> Report:
                         _offline(session, request, name, cases, earlier, target, report)
             except KeyboardInterrupt:
                 report.interrupted = True
+            report.failed += session.plan_failures
     return report
+
+
+def _note_problems(session: Session, request: Request) -> int:
+    """A row for every plugin that could not be used as a whole; returns how many of them are failures.
+
+    A failure is a kernel file of a backend that was to run, or a plugin file that was given. Where kernels
+    were named, a broken file beside theirs is none."""
+    count = 0
+    for row in session.catalog.failed:
+        name = row.backend.name if row.backend else row.origin.name
+        if request.backends and row.origin.kind == "backend" and name not in request.backends:
+            continue
+        if row.origin.kind == "file" or (row.backend is not None and not request.kernels):
+            session.sink.write(
+                Failure(session.run_id, "", "", name, "", "unavailable", "describe", row.reason)
+            )
+            count += 1
+        else:
+            session.sink.write(Skip(session.run_id, "", "", name, "", "unavailable", row.reason))
+    return count
 
 
 def tune(request: Request, show: Progressor | None = None) -> Report:
@@ -168,8 +294,10 @@ def _on_device(
     gpu = str(env.get("gpu", ""))
     session.settings.arch = str(env.get("arch", "sm_90a"))
     known = store.read(request.winners)[0] if request.winners and not request.retune else []
-    memory = Memory.of(known, session.catalog, gpu, earlier)
-    runner = Runner(session, workload, memory, gpu)
+    driver = str(env.get("driver", ""))
+    session.smem_limit = int(env.get("smem_block_bytes") or session.smem_limit)
+    memory = Memory.of(known, session.catalog, gpu, earlier, driver)
+    runner = Runner(session, workload, memory, gpu, driver)
     rivals = contenders(session.catalog, workload, request.backends, request.kernels)
     limit = session.settings.trials if session.settings.strategy == "random" else -1
     able = runner.prepare(cases, rivals, limit)
@@ -196,7 +324,7 @@ def _offline(
 ) -> None:
     catalog = session.catalog
     languages = [n for n, (_, b) in catalog.backends().items() if b.role == "language"]
-    backends = list(request.backends) or languages
+    backends = _with_kernels(session, workload, list(request.backends) or languages)
     if target in ("offline", "interpret"):
         info = catalog.workload(workload)[1]
         chosen = [c for c in cases if "smoke" in c.groups or "own" in c.groups]
@@ -206,9 +334,25 @@ def _offline(
         report.unfinished += unfinished
     if target in ("offline", "compile"):
         limit = session.settings.trials if target == "compile" else 1
-        report.failed += offline.compile_all(session, workload, cases, backends, limit, request.kernels)
+        report.failed += offline.compile_all(
+            session, workload, cases, backends, limit, request.kernels, report.compiled_for
+        )
     if target == "offline":
-        vendors = [n for n, (_, b) in catalog.backends().items() if b.role == "vendor"]
+        baselines = dict.fromkeys(k.partition("/")[0] for k in catalog.workload(workload)[1].baselines)
+        vendors = [name for name in baselines if name in catalog.backends()]
         offline.no_device(
             session, workload, [*backends, *vendors], "no GPU", "run on a machine with a Hopper GPU"
         )
+
+
+def _with_kernels(session: Session, workload: str, backends: Sequence[str]) -> list[str]:
+    """The backends that hold a kernel of the workload, or cannot say; a row says why another is left out."""
+    able = []
+    for name in backends:
+        held = session.catalog.backend(name)[1].kernels
+        if held and not any(k.workload == workload for k in held):
+            reason = f"{name} has no kernel for {workload}"
+            session.sink.write(Skip(session.run_id, workload, "", name, "", "unavailable", reason))
+        else:
+            able.append(name)
+    return able

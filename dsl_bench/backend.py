@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -55,17 +56,31 @@ class Backend:
     role: Literal["language", "vendor"] = "language"
     #: the package whose modules hold this backend's kernels, each ending in ``KERNELS = (Kernel(…), …)``
     kernel_package: str = ""
+    #: what the last ``kernels()`` had to leave out, a line each
+    problems: Sequence[str] = ()
 
     def probe(self, target: Target) -> Availability:
         """Whether ``target`` works on this machine. Cheap; never raises."""
         raise NotImplementedError
 
     def kernels(self) -> Iterator[Kernel]:
-        """The kernels of this backend: by default, of every module in ``kernel_package``."""
+        """The kernels of this backend: by default, of every module in ``kernel_package``.
+
+        A module that cannot be imported costs its own kernels only: it is noted in ``problems``."""
+        problems: list[str] = []
+        self.problems = problems
+        if not self.kernel_package:
+            return
         package = importlib.import_module(self.kernel_package)
         for info in pkgutil.iter_modules(package.__path__, self.kernel_package + "."):
-            if not info.name.rpartition(".")[2].startswith("_"):
-                yield from getattr(importlib.import_module(info.name), "KERNELS", ())
+            if info.name.rpartition(".")[2].startswith("_"):
+                continue
+            try:
+                module = importlib.import_module(info.name)
+            except (Exception, SystemExit) as fault:  # noqa: BLE001 (a kernel file may raise anything)
+                problems.append(f"{info.name} is left out: {_reason(fault)}")
+            else:
+                yield from getattr(module, "KERNELS", ())
 
     def toolchain(self) -> str:
         """What the bytes of an artifact depend on beside source and arch (``triton 3.6.0, ptxas 12.8``)."""
@@ -88,3 +103,11 @@ class Backend:
     def interpret(self, source: Any) -> Any:
         """The module for the language's CPU interpreter (target ``interpret``)."""
         raise NotImplementedError(f"{self.name} has no interpreter")
+
+
+def _reason(fault: BaseException) -> str:
+    """One line: the exception, and the file and line that it comes from."""
+    frames = traceback.extract_tb(fault.__traceback__)
+    lines = str(fault).strip().splitlines()
+    text = f"{type(fault).__name__}: {lines[0]}" if lines else type(fault).__name__
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

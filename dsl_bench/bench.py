@@ -6,8 +6,11 @@ outputs against float64.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,14 +18,23 @@ import msgspec
 import numpy as np
 import torch
 
-from dsl_bench import check, jobs, registry, timing
-from dsl_bench.arena import AFTER_BIND, BEFORE_BIND, Arena, Bound, Stopwatch, sets_needed
+from dsl_bench import check, fence, jobs, observe, registry, standing, timing
+from dsl_bench.arena import AFTER_BIND, AFTER_RACE, BEFORE_BIND, Arena, Bound, Stopwatch, sets_needed
 from dsl_bench.artifacts import from_ref, one_line, read_manifest
 from dsl_bench.errors import DslBenchError, KernelFault
+from dsl_bench.guard import Guard
 from dsl_bench.jobs import Partial, Progress, Racer
 from dsl_bench.kernel import Call, Kernel
+from dsl_bench.racetrack import RaceTrack
 from dsl_bench.records import Accuracy, Interpreted, Participant, Trial
 from dsl_bench.workload import Case, Workload
+
+#: a baseline becomes the yardstick of its race; before that only gross errors shut it out
+VENDOR_LEEWAY = 2.0
+#: the share of the device's memory that a kernel has to leave to others
+LEAST_FREE = 0.05
+#: verdicts that mean something else where the same call held before it was timed
+WRONG = ("incorrect", "nonfinite", "unwritten", "mutated_input")
 
 Verdict = TypeVar("Verdict", Trial, Participant, Interpreted)
 
@@ -39,6 +51,9 @@ class Bench:
         self._arena: Arena | None = None
         with self.watch("start"):
             torch.zeros(1, device=self.device)
+            # before any plugin is loaded
+            self.guard = Guard()
+        self._offences: dict[jobs.Origin, KernelFault | None] = {}
 
     def handle(self, job: jobs.Job) -> Any:
         """The value of the job's ``Done``."""
@@ -49,11 +64,11 @@ class Bench:
                 case jobs.FinalJob():
                     return self.final(job)
                 case jobs.RaceJob():
-                    from dsl_bench.racetrack import RaceTrack
-
                     return RaceTrack(self, job).run()
                 case jobs.InterpretJob():
                     return self.interpret_one(job)
+                case jobs.ProfileJob():
+                    return self.profile(job)
                 case jobs.DoctorJob():
                     from dsl_bench import examine
 
@@ -84,8 +99,31 @@ class Bench:
         return self._arena
 
     def kernel(self, racer: Racer) -> Kernel:
-        """The kernel behind a racer."""
-        return self.shelf.kernels(racer.backend, racer.extra)[racer.choice.kernel]
+        """The kernel behind a racer. KernelFault where its plugin tampered with something at import."""
+        for origin in (racer.backend, *racer.extra):
+            if origin not in self._offences:
+                self._offences[origin] = self._offence(origin)
+        kernel = self.shelf.kernels(racer.backend, racer.extra)[racer.choice.kernel]
+        offence = self._offences[self.shelf.owner(kernel.id)]
+        if offence is not None:
+            raise offence
+        return kernel
+
+    def _offence(self, origin: jobs.Origin) -> KernelFault | None:
+        """Load one plugin by itself: what it changes is undone, and held against its own kernels alone."""
+        self.guard.settle()
+        vendor = False
+        # one that cannot be loaded is told apart by whoever asks for its kernels
+        with contextlib.suppress(Exception, SystemExit):
+            backend = self.shelf.load(origin).backend
+            if backend is not None:
+                vendor = backend.role == "vendor"
+                self.shelf.kernels(origin)
+        try:
+            self.guard.inspect(vendor)
+        except KernelFault as fault:
+            return fault
+        return None
 
     def module(self, racer: Racer) -> Any:
         """The racer's artifact, loaded once a process."""
@@ -99,11 +137,31 @@ class Bench:
     def bind(self, arena: Arena, racer: Racer, index: int) -> Bound:
         """The racer bound to every buffer set."""
         kernel, module = self.kernel(racer), self.module(racer)
-        with self.watch("bind"):
-            calls = [
-                kernel.bind(module, arena.case, racer.choice.config, s.inputs, s.outputs) for s in arena.sets
-            ]
+        config = racer.choice.config
+        with self.watch("bind"), self._leaves_memory():
+            self.guard.settle()
+            calls = [kernel.bind(module, arena.case, config, s.inputs, s.outputs) for s in arena.sets]
+            self.guard.inspect(racer.role == "vendor")
+        assert_fills(racer, calls)
         return Bound(racer, calls, index)
+
+    @contextlib.contextmanager
+    def _leaves_memory(self) -> Iterator[None]:
+        """Before: what torch gives out as uninitialised holds NaN, not the zeros of a fresh device. After: a
+        kernel that took all the memory is found out before it costs the next one its verdict."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before, total = torch.cuda.mem_get_info()
+        soiled = [torch.empty(1 << n, dtype=torch.uint8, device=self.device) for n in range(9, 27)]
+        for block in soiled:
+            block.fill_(0xFF)
+        soiled.clear()
+        yield
+        free, _ = torch.cuda.mem_get_info()
+        if free < LEAST_FREE * total and before - free > free:
+            reason = f"{free >> 20} of {total >> 20} MiB of device memory were left"
+            raise KernelFault("oom", f"the kernel takes all the memory: {reason}", "memory", fatal=True)
 
     def draw(self, arena: Arena, version: int, data: str, first_only: bool = False) -> None:
         """Fill an arena's value tensors; booked as a part of checking."""
@@ -113,17 +171,108 @@ class Bench:
 
     # -- checking -------------------------------------------------------------------------------------
 
-    def check(self, arena: Arena, call: Call, version: int, data: str) -> Accuracy:
+    def check(self, arena: Arena, call: Call, version: int, data: str, role: str = "language") -> Accuracy:
         """One verified run on set 0, whose values must be those of ``version`` and ``data``."""
         with self.watch("check"):
             buffers = arena.sets[0]
+            # before the run, which may change the inputs
+            reference, yard = arena.reference(version, data), arena.yardstick(version, data)
             before = check.fingerprint(buffers.inputs)
-            check.poison(buffers.outputs)
-            returned = call.run()
+            with self._mending(arena, version, data, first_only=True):
+                outputs = observe.observed(call, buffers.outputs, self._stream())
+                # first of all, so that the checks are the genuine ones
+                self.guard.inspect(role == "vendor")
+                fence.assert_whole(buffers.fences)
+                return check.verify(
+                    arena.workload,
+                    arena.case,
+                    reference,
+                    outputs,
+                    buffers.inputs,
+                    before,
+                    data,
+                    vendor=yard,
+                    leeway=VENDOR_LEEWAY if role == "vendor" else 1.0,
+                )
+
+    @contextlib.contextmanager
+    def _mending(self, arena: Arena, version: int, data: str, first_only: bool = False) -> Iterator[None]:
+        """Whoever fails in here leaves inputs and fences to the next one as they were before."""
+        try:
+            yield
+        except Exception as fault:
+            if not _spoils_device(fault):
+                with contextlib.suppress(KernelFault):
+                    fence.assert_whole(arena.fences())
+                self.guard.restore()
+                arena.draw(version, data, first_only)
+            raise
+
+    def check_again(self, arena: Arena, bound: Bound, data: str) -> None:
+        """Another verified run after the timing, on values drawn anew; KernelFault ``unstable`` where it does
+        not hold any more."""
+        self.draw(arena, AFTER_RACE, data, first_only=True)
+        try:
+            self.check(arena, bound.calls[0], AFTER_RACE, data, bound.racer.role)
+        except KernelFault as fault:
+            if fault.status not in WRONG:
+                raise
+            reason = f"held before it was timed, not after it: {fault.reason}"
+            raise KernelFault("unstable", reason, "after") from fault
+
+    @contextlib.contextmanager
+    def alone(self, arena: Arena, bound: Bound, data: str) -> Iterator[None]:
+        """While one racer is timed, on values of AFTER_BIND and ``data``: nothing changes but outputs."""
+        inputs = arena.sets[0].inputs
+        before = check.fingerprint(inputs)
+        with self._mending(arena, AFTER_BIND, data):
+            yield
+            self.guard.inspect(bound.racer.role == "vendor")
+            fence.assert_whole(arena.fences())
+            if check.fingerprint(inputs) != before:
+                reason = "the kernel changed its inputs while it was timed"
+                raise KernelFault("mutated_input", reason, "fingerprint")
+
+    def proof(self, arena: Arena, entered: Sequence[Bound], data: str) -> timing.Prove:
+        """That a captured graph holds its kernel: outputs are poisoned, a replay writes them all, and those
+        of set 0 (whose values must be those of AFTER_BIND and ``data``) are right."""
+
+        def prove(racer: int, sets: Sequence[int], replay: Callable[[], object]) -> None:
+            bound = entered[racer]
+            if bound.calls[0].allocates:
+                return  # its outputs live in the graph's own memory; the plausibility check still holds
+            outputs = [arena.sets[s].outputs for s in sorted(set(sets))]
+            for tensors in outputs:
+                check.poison(tensors)
+            replay()
             self.synchronize()
-            outputs = dict(returned) if call.allocates and returned is not None else buffers.outputs
-            reference = arena.reference(version, data)
-            return check.verify(arena.workload, arena.case, reference, outputs, buffers.inputs, before, data)
+            check.assert_written(outputs, bound.racer.choice.kernel)
+            if 0 in sets:
+                self._replayed(arena, bound.racer, data)
+
+        return prove
+
+    def _replayed(self, arena: Arena, racer: Racer, data: str) -> None:
+        reference, yard = arena.reference(AFTER_BIND, data), arena.yardstick(AFTER_BIND, data)
+        leeway = VENDOR_LEEWAY if racer.role == "vendor" else 1.0
+        outputs = arena.sets[0].outputs
+        try:
+            check.verify(
+                arena.workload, arena.case, reference, outputs, {}, {}, data, vendor=yard, leeway=leeway
+            )
+        except KernelFault as fault:
+            reason = f"held when called, not when a captured graph was replayed: {fault.reason}"
+            raise KernelFault(fault.status, reason, "capture") from fault
+
+    def plausible(self, arena: Arena, ns: float) -> None:
+        """KernelFault ``implausible`` for a call faster than physics, on a device whose rates are known."""
+        rates = standing.PEAKS.get(torch.cuda.get_device_name()) if self.device.type == "cuda" else None
+        if rates is not None:
+            assert_plausible(arena.workload, arena.case, ns, rates)
+
+    def _stream(self) -> timing.CudaDevice | None:
+        """The device whose order of work is observed; None on the host."""
+        return timing.cuda() if self.device.type == "cuda" else None
 
     def synchronize(self) -> None:
         """Wait for the device; a kernel's asynchronous fault is raised here."""
@@ -132,12 +281,16 @@ class Bench:
 
     def verdict(self, base: Verdict, fault: Exception) -> Verdict:
         """``base`` with the verdict of ``fault``; a fault that spoils the device ends the job instead."""
-        if "CUDA error" in str(fault) or type(fault).__name__ == "AcceleratorError":
+        traceback.clear_frames(fault.__traceback__)  # which may hold all the memory
+        self.guard.restore()  # what it changed before it failed is not for the next one to answer for
+        if _spoils_device(fault):
             raise fault
         status, caught_by, reason = "launch_error", "exception", one_line(fault)
         if isinstance(fault, KernelFault):
+            if fault.fatal:
+                raise fault
             status, caught_by, reason = fault.status, fault.check, fault.reason
-        elif isinstance(fault, torch.OutOfMemoryError):
+        elif _is_oom(fault):
             torch.cuda.empty_cache()
             status, caught_by = "oom", "allocator"
         return msgspec.structs.replace(base, status=status, check=caught_by, reason=reason)
@@ -162,9 +315,12 @@ class Bench:
             self.draw(arena, BEFORE_BIND, "normal", first_only=True)
             bound = self.bind(arena, racer, index)
             self.draw(arena, AFTER_BIND, "normal", first_only=index > 0)
-            accuracy = self.check(arena, bound.calls[0], AFTER_BIND, "normal")
-            with self.watch("time"):
-                median, n = timing.quick(bound.runs(), job.seconds)
+            accuracy = self.check(arena, bound.calls[0], AFTER_BIND, "normal", racer.role)
+            with self.alone(arena, bound, "normal"), self.watch("time"):
+                prove = self.proof(arena, [bound], "normal")
+                median, n = timing.quick(bound.runs(), job.seconds, prove=prove)
+            self.plausible(arena, median)
+            self.check_again(arena, bound, "normal")
         except Exception as fault:
             return self.verdict(base, fault)
         return msgspec.structs.replace(base, median_ns=median, n=n, accuracy=[accuracy])
@@ -184,10 +340,28 @@ class Bench:
             )
         return [float(np.median(row)) for row in result.samples]
 
+    # -- the profiler ---------------------------------------------------------------------------------
+
+    def profile(self, job: jobs.ProfileJob) -> int:
+        """One run between marks, on values that were checked; what comes before warms the chip's clocks."""
+        case = from_ref(job.case)
+        arena = self.arena(self.shelf.workload(job.workload), case, job.seed)
+        bound = self.bind(arena, job.racer, 0)
+        self.draw(arena, AFTER_BIND, "normal")
+        self.check(arena, bound.calls[0], AFTER_BIND, "normal", job.racer.role)
+        for call in bound.calls:
+            call.run()
+        self.synchronize()
+        torch.cuda.nvtx.range_push("dsl_bench")
+        bound.calls[0].run()
+        torch.cuda.nvtx.range_pop()
+        self.synchronize()
+        return 1
+
     # -- the interpreter ------------------------------------------------------------------------------
 
     def interpret_one(self, job: jobs.InterpretJob) -> int:
-        """One config on the CPU interpreter, verified on normal data and on outliers."""
+        """One config on the CPU interpreter, verified on the data asked for and on outliers."""
         c = job.racer.choice
         base = Interpreted(job.run_id, job.case, c.kernel, c.kernel_hash, c.config, "ok", 0.0)
         start = time.monotonic()
@@ -205,9 +379,39 @@ class Bench:
         kernel = self.kernel(racer)
         module = self.shelf.backend(racer.backend).interpret(kernel.source(job.static, "interpret"))
         buffers = arena.sets[0]
+        self.guard.settle()
         call = kernel.bind(module, case, racer.choice.config, buffers.inputs, buffers.outputs)
+        assert_fills(racer, [call])
         accuracy = []
-        for data in ("normal", "outliers"):
-            self.draw(arena, AFTER_BIND, data)
-            accuracy.append(self.check(arena, call, AFTER_BIND, data))
+        for version, data in ((AFTER_BIND, job.data), (AFTER_RACE, "outliers")):
+            self.draw(arena, version, data)
+            accuracy.append(self.check(arena, call, version, data))
         return accuracy
+
+
+def assert_plausible(workload: Workload, case: Case, ns: float, rates: tuple[float, float]) -> None:
+    """KernelFault ``implausible`` for a call of ``ns`` that beats ``rates`` (FLOP/s, bytes/s)."""
+    share = max(workload.flops(case) / rates[0], workload.bytes(case) / rates[1]) / (ns * 1e-9)
+    if share > standing.IMPLAUSIBLE:
+        reason = f"{ns / 1e3:.2f} us are {share:.2f} of the fixed rates: faster than physics"
+        raise KernelFault("implausible", reason, "physics")
+
+
+def assert_fills(racer: Racer, calls: Sequence[Call]) -> None:
+    """KernelFault ``launch_error`` for a language's kernel that returns outputs of its own: a graph's proof
+    does not reach them. Only vendor libraries may."""
+    if racer.role != "vendor" and any(call.allocates for call in calls):
+        reason = "a kernel of a language has to fill the outputs that it is given"
+        raise KernelFault("launch_error", reason, "allocates")
+
+
+def _is_oom(fault: Exception) -> bool:
+    refused = isinstance(fault, OSError) and fault.errno == errno.ENOMEM
+    return (
+        refused or isinstance(fault, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(fault)
+    )
+
+
+def _spoils_device(fault: Exception) -> bool:
+    """Whether this process can do no more work on the device after ``fault``."""
+    return "CUDA error" in str(fault) or type(fault).__name__ == "AcceleratorError"

@@ -1,15 +1,20 @@
 """What is installed, as data: every plugin described by a worker, so that the parent imports none of them.
 
-Descriptions are cached by a fingerprint of sources and versions; a plugin that hangs, exits or aborts while
-it is described becomes a row with that reason.
+Descriptions are cached by a fingerprint of sources and versions, but never one with a problem, and targets
+that were not ready are asked again each time. A plugin that hangs, exits or aborts while it is described
+becomes a row with that reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import fnmatch
+import hashlib
 import os
+import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +25,7 @@ import platformdirs
 
 from dsl_bench import jobs, registry
 from dsl_bench.errors import NothingMatched, UsageError, unknown
-from dsl_bench.jobs import BackendInfo, Described, KernelInfo, Origin, WorkloadInfo
+from dsl_bench.jobs import BackendInfo, Described, KernelInfo, Origin, TargetInfo, WorkloadInfo
 from dsl_bench.pool import Outcome, Worker
 from dsl_bench.records import CaseRef
 
@@ -32,6 +37,27 @@ def cache_dir() -> Path:
     """Where artifacts and descriptions are kept (``DSL_BENCH_CACHE_DIR`` or the user's cache folder)."""
     given = os.environ.get("DSL_BENCH_CACHE_DIR")
     return Path(given) if given else Path(platformdirs.user_cache_dir("dsl_bench"))
+
+
+def require_cache() -> None:
+    """Raises UsageError where artifacts could not be kept, before anything is compiled in vain."""
+    folder = cache_dir() / "artifacts"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as fault:
+        raise UsageError(
+            f"cannot write to the cache {cache_dir()}: {fault.strerror or fault}; "
+            "DSL_BENCH_CACHE_DIR names another folder"
+        ) from fault
+
+
+class _Cached(msgspec.Struct, frozen=True):
+    """A description on disk, with the size and time of every file behind its kernels."""
+
+    stamps: dict[str, tuple[int, int]]
+    described: Described
 
 
 @dataclass(frozen=True)
@@ -47,8 +73,15 @@ class Catalog:
 
     @property
     def failed(self) -> list[Described]:
-        """Plugins that could not be used at all."""
-        return [d for d in self.described if d.state != "ready"]
+        """Plugins that could not be used, or not as a whole (state ``failed``, with the reason)."""
+        rows = []
+        for d in self.described:
+            problems = [*(d.backend.problems if d.backend else ()), *d.problems]
+            if d.state != "ready":
+                rows.append(d)
+            elif problems:
+                rows.append(msgspec.structs.replace(d, state="failed", reason="; ".join(problems)))
+        return rows
 
     def backends(self) -> dict[str, tuple[Origin, BackendInfo]]:
         """Backends that loaded, by name."""
@@ -69,7 +102,8 @@ class Catalog:
         table = {k.id: k for _, info in self.backends().values() for k in info.kernels}
         for described in self.described:
             if described.state == "ready":
-                table.update({k.id: k for k in described.kernels})
+                # what a backend has under a name stays: the plugin's own row says what was left out
+                table = {k.id: k for k in described.kernels} | table
         return table
 
     def hashes(self) -> dict[str, str]:
@@ -80,76 +114,179 @@ class Catalog:
         """The backend called ``name``; the error names the closest ones and what failed to load."""
         table = self.backends()
         if name not in table:
-            raise unknown("backend", name, table, self._failure_note())
+            raise unknown("backend", name, table, self.failure_note())
         return table[name]
 
     def workload(self, name: str) -> tuple[Origin, WorkloadInfo]:
         """The workload called ``name``."""
         table = self.workloads()
         if name not in table:
-            raise unknown("workload", name, table, self._failure_note())
+            raise unknown("workload", name, table, self.failure_note())
         return table[name]
 
-    def _failure_note(self) -> str:
+    def failure_note(self) -> str:
+        """Which plugins failed to load, as the end of an error's text; empty where none did."""
         names = ", ".join(f"{d.origin.name} ({d.state})" for d in self.failed)
         return f"(not loaded: {names}; see dsl-bench list)" if names else ""
 
 
-def load(paths: Sequence[str] = (), note: Callable[[str], None] = lambda text: None) -> Catalog:
-    """Describe every installed plugin and the files at ``paths``."""
+def load(
+    paths: Sequence[str] = (), note: Callable[[str], None] = lambda text: None, probe: bool = True
+) -> Catalog:
+    """Describe every installed plugin and the files at ``paths``.
+
+    ``probe`` False is for those who only read: targets that were not ready are not asked again."""
     found = registry.origins(paths)
     if not any(o.kind in ("backend", "workload") for o in found) and "DSL_BENCH_BACKENDS" not in os.environ:
         raise UsageError("no plugin is installed, not even our own: run `pip install -e .` again")
     clashes = registry.duplicates(found)
-    adders = tuple(o for o in found if o.kind in ("kernel", "file") and (o.kind, o.name) not in clashes)
     unique = [o for o in found if (o.kind, o.name) not in clashes]
-    with ThreadPoolExecutor(max_workers=min(4, len(unique) or 1)) as threads:
-        described = list(threads.map(lambda o: _describe(o, adders, note), unique))
+    described = _describe_all(unique, _Describer(note, probe))
     for (kind, name), owners in clashes.items():
         who = " and ".join(f"{o.dist} ({o.value})" for o in owners)
         described += [Described(o, "duplicate", f"{kind} {name!r} is claimed by {who}") for o in owners]
-    return Catalog(tuple(_without_twins(described)))
+    return Catalog(tuple(_with_lost_kernels(_without_twins(described))))
+
+
+def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Described]:
+    """Descriptions in the order of ``found``: first of those that may add kernels, then of the backends with
+    what was added to them."""
+    with ThreadPoolExecutor(max_workers=min(4, len(found) or 1)) as threads:
+
+        def describe(origins: Iterable[Origin], extra: tuple[Origin, ...]) -> dict[Origin, Described]:
+            return {d.origin: d for d in threads.map(lambda o: describer.describe(o, extra), origins)}
+
+        try:
+            adders = [o for o in found if o.kind in ("kernel", "file")]
+            rows = describe(adders, ())
+            extra = tuple(o for o in adders if rows[o].state == "ready" and rows[o].kernels)
+            again = [o for o in adders if rows[o].backend is not None and extra]
+            rows |= describe([o for o in found if o not in rows or o in again], extra)
+        except BaseException:
+            describer.stop.set()
+            raise
+    return [rows[o] for o in found]
 
 
 def _without_twins(described: Iterable[Described]) -> list[Described]:
-    """Two origins with different entry names may still bring backends of one name."""
-    owners: dict[str, list[Described]] = {}
+    """Two origins with different entry names may still bring backends, or workloads, of one name."""
+    owners: dict[tuple[str, str], list[Described]] = {}
     rows = list(described)
     for row in rows:
-        if row.backend is not None and row.state == "ready":
-            owners.setdefault(row.backend.name, []).append(row)
-    clashing = {id(row): rows_ for rows_ in owners.values() if len(rows_) > 1 for row in rows_}
+        for kind, info in (("backend", row.backend), ("workload", row.workload)):
+            if info is not None and row.state == "ready":
+                owners.setdefault((kind, info.name), []).append(row)
+    clashing = {
+        id(row): (kind, twins) for (kind, _), twins in owners.items() if len(twins) > 1 for row in twins
+    }
     result = []
     for row in rows:
         if id(row) in clashing:
-            who = " and ".join(f"{r.origin.dist} ({r.origin.value})" for r in clashing[id(row)])
+            kind, twins = clashing[id(row)]
+            who = " and ".join(f"{r.origin.dist} ({r.origin.value})" for r in twins)
             row = msgspec.structs.replace(
-                row, state="duplicate", reason=f"one backend name, two owners: {who}"
+                row, state="duplicate", reason=f"two owners of one {kind} name: {who}"
             )
         result.append(row)
     return result
 
 
-def _describe(origin: Origin, adders: tuple[Origin, ...], note: Callable[[str], None]) -> Described:
-    extra = adders if origin.kind == "backend" else ()
-    path = cache_dir() / "described" / f"{_cache_name(origin, extra)}.json"
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(path.read_bytes(), type=Described)
-    note(f"reading {origin.kind} {origin.name}")
-    worker = Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"})
-    try:
-        outcome = worker.run(jobs.Describe(origin, extra), DESCRIBE_SECONDS)
-    finally:
-        worker.kill()
-    described = _from_outcome(origin, outcome)
-    if described.state == "ready":
-        _write(path, msgspec.json.encode(described))
-    return described
+def _with_lost_kernels(described: Iterable[Described]) -> list[Described]:
+    """A plugin's kernel whose name is taken already is a problem of that plugin."""
+    rows = list(described)
+    owners: dict[str, Origin] = {}
+    for row in rows:
+        if row.backend is not None and row.state == "ready":
+            owners |= {k.id: k.origin for k in row.backend.kernels}
+    result = []
+    for row in rows:
+        lost = []
+        for kernel in row.kernels if row.state == "ready" else ():
+            first = owners.setdefault(kernel.id, row.origin)
+            if first != row.origin:
+                lost.append(f"kernel {kernel.id} is left out: {first.dist} ({first.value}) has it")
+        result.append(msgspec.structs.replace(row, problems=[*row.problems, *lost]) if lost else row)
+    return result
+
+
+class _Describer:
+    """Describes origins in workers, or from the cache."""
+
+    def __init__(self, note: Callable[[str], None], probe: bool) -> None:
+        self.stop = threading.Event()
+        self._note = note
+        self._probe = probe
+
+    def describe(self, origin: Origin, extra: tuple[Origin, ...]) -> Described:
+        """What ``origin`` holds; a backend with the kernels that ``extra`` add to it."""
+        extra = extra if origin.kind in ("backend", "file") else ()
+        path = cache_dir() / "described" / f"{_cache_name(origin, extra)}.json"
+        held = _read_cached(path)
+        if held is not None:
+            held = self._asked_again(held)
+        if held is not None:
+            return held
+        self._note(f"reading {origin.kind} {origin.name}")
+        described = _from_outcome(origin, self._run(jobs.Describe(origin, extra)))
+        if _worth_caching(described):
+            _write(path, msgspec.json.encode(_Cached(_stamps(described), described)))
+        return described
+
+    def _asked_again(self, held: Described) -> Described | None:
+        """``held`` with a fresh word on the targets that were not ready; None: describe it anew."""
+        info = held.backend
+        unready = tuple(t for t, state in info.targets.items() if not state.ready) if info else ()
+        if info is None or not unready or not self._probe:
+            return held
+        outcome = self._run(jobs.ProbeJob(held.origin, unready))
+        if outcome.done is None:
+            return None
+        fresh = msgspec.json.decode(outcome.done.value, type=dict[str, TargetInfo])
+        return msgspec.structs.replace(
+            held, backend=msgspec.structs.replace(info, targets=info.targets | fresh)
+        )
+
+    def _run(self, job: jobs.Job) -> Outcome:
+        worker = Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"})
+        try:
+            return worker.run(job, DESCRIBE_SECONDS, stop=self.stop)
+        finally:
+            worker.kill()
 
 
 def _cache_name(origin: Origin, extra: tuple[Origin, ...]) -> str:
-    prints = [registry.fingerprint(o) for o in (origin, *extra)]
-    return "-".join([origin.kind, origin.name, *prints])[:200]
+    prints = "-".join(registry.fingerprint(o) for o in (origin, *extra))
+    name = re.sub(r"\W+", "_", origin.name)[:60]
+    return f"{origin.kind}-{name}-{hashlib.sha256(prints.encode()).hexdigest()[:32]}"
+
+
+def _read_cached(path: Path) -> Described | None:
+    try:
+        cached = msgspec.json.decode(path.read_bytes(), type=_Cached)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return cached.described if cached.stamps == _stamps(cached.described) else None
+
+
+def _stamps(described: Described) -> dict[str, tuple[int, int]]:
+    """Time and size of every file behind the kernels (zeros where it is gone)."""
+    kernels = [*(described.backend.kernels if described.backend else ()), *described.kernels]
+    stamps = {}
+    for name in sorted({f for k in kernels for f in k.files}):
+        try:
+            stat = Path(name).stat()
+            stamps[name] = (stat.st_mtime_ns, stat.st_size)
+        except OSError:
+            stamps[name] = (0, 0)
+    return stamps
+
+
+def _worth_caching(described: Described) -> bool:
+    """Not what may be mended without any file of ours changing."""
+    info = described.backend
+    if described.state != "ready" or described.problems:
+        return False
+    return info is None or (not info.problems and any(t.ready for t in info.targets.values()))
 
 
 def _from_outcome(origin: Origin, outcome: Outcome) -> Described:
@@ -169,11 +306,15 @@ def _write(path: Path, data: bytes) -> None:
         Path(file.name).replace(path)
 
 
-def own_cases(origin: Origin, given: list[dict[str, str]]) -> list[CaseRef]:
-    """The user's own sizes as cases of the workload at ``origin``."""
+def own_cases(
+    origin: Origin, given: list[dict[str, str]], where: Sequence[str] = (), names: Sequence[str] = ()
+) -> list[CaseRef]:
+    """The user's own sizes as cases of the workload at ``origin``; ``where`` says where each was read.
+
+    ``names`` are those that results show for such sizes; one that no size has is left out."""
     worker = Worker("describe")
     try:
-        outcome = worker.run(jobs.ParseCases(origin, given), DESCRIBE_SECONDS)
+        outcome = worker.run(jobs.ParseCases(origin, given, list(where), list(names)), DESCRIBE_SECONDS)
     finally:
         worker.kill()
     if outcome.done is None:
@@ -183,41 +324,62 @@ def own_cases(origin: Origin, given: list[dict[str, str]]) -> list[CaseRef]:
 
 def parse_case_text(text: str) -> dict[str, str]:
     """``m=4096,n=5120`` as a mapping."""
-    pairs = {}
+    pairs: dict[str, str] = {}
     for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip() or not value.strip():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value:
             raise UsageError(f"--case {text!r}: {part!r} is not name=value")
-        pairs[key.strip()] = value.strip()
+        if key.lower() in (k.lower() for k in pairs):
+            raise UsageError(f"--case {text!r}: {key!r} is given twice")
+        pairs[key] = value
     return pairs
 
 
-def read_case_file(path: Path) -> list[dict[str, str]]:
-    """Cases from a CSV file with a header line; empty cells are left out."""
-    import csv
-
+def read_case_file(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Line numbers and cases from a CSV file with a header line; empty cells are left out."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [{k.strip(): v.strip() for k, v in row.items() if k and v} for row in csv.DictReader(file)]
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"--cases {path}: {fault}") from fault
+            reader = csv.DictReader(file, skipinitialspace=True)
+            names = [n.strip().lower() for n in reader.fieldnames or ()]
+            twice = sorted({n for n in names if names.count(n) > 1})
+            if twice:
+                raise UsageError(f"--cases {path}:1: the column {twice[0]!r} is there twice")
+            rows = [(reader.line_num, _csv_case(path, reader.line_num, row)) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as fault:
+        raise UsageError(f"--cases {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+    rows = [(line, row) for line, row in rows if row]
     if not rows:
         raise UsageError(f"--cases {path}: no case under the header line")
     return rows
 
 
+def _csv_case(path: Path, line: int, row: dict[str | None, str | list[str] | None]) -> dict[str, str]:
+    if None in row:
+        raise UsageError(f"--cases {path}:{line}: more cells than the header line names")
+    cells = {str(k).strip(): str(v).strip() for k, v in row.items() if v}
+    return {k: v for k, v in cells.items() if v}
+
+
 def select(info: WorkloadInfo, groups: Sequence[str], patterns: Sequence[str]) -> list[CaseRef]:
-    """The named cases in any of ``groups`` whose name matches any of ``patterns`` (all, where none given)."""
-    known = sorted({g for c in info.cases for g in c.groups})
+    """The named cases in any of ``groups`` whose name matches any of ``patterns`` (all, where none given).
+
+    Raises NothingMatched where a pattern, or all together, match none."""
+    known = groups_of(info)
     for group in groups:
         if group not in known:
             raise unknown("group", group, known, f"(workload {info.name})")
     chosen = [c for c in info.cases if not groups or set(groups) & set(c.groups)]
+    within = f" in groups {' '.join(groups)}" if groups else ""
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(c.name, pattern) for c in chosen):
+            raise NothingMatched(f"no case of {info.name} matches {pattern!r}{within}")
     if patterns:
-        chosen = [c for c in chosen if any(fnmatch.fnmatch(c.name, p) for p in patterns)]
+        chosen = [c for c in chosen if any(fnmatch.fnmatchcase(c.name, p) for p in patterns)]
     if not chosen:
-        raise NothingMatched(
-            f"no case of {info.name} matches groups {' '.join(groups) or 'any'}, "
-            f"patterns {' '.join(patterns) or 'any'}"
-        )
+        raise NothingMatched(f"{info.name} has no case{within}")
     return chosen
+
+
+def groups_of(info: WorkloadInfo) -> list[str]:
+    """The names of a workload's groups."""
+    return sorted({g for c in info.cases for g in c.groups})

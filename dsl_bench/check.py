@@ -91,8 +91,13 @@ def poison(outputs: Mapping[str, Any]) -> None:
 
 def unwritten(tensor: Any) -> int:
     """How many elements still hold the poison."""
+    return int(still_poisoned(tensor))
+
+
+def still_poisoned(tensor: Any) -> Any:
+    """The same as a tensor: counted in its turn on the current stream, without a wait for the device."""
     bits, value = _bits(tensor)
-    return int((bits == value).sum())
+    return (bits == value).sum()
 
 
 def assert_written(outputs: Sequence[Mapping[str, Any]], what: str) -> None:
@@ -153,8 +158,9 @@ def verify(
     ``before`` is the fingerprint of ``inputs`` from before the call; another one is taken here. ``vendor`` is
     the accuracy of the yardstick on the same data, needed where that is ``vendor``; without it errors are
     measured and not judged, and ``leeway`` times it is allowed. Statuses: ``mutated_input``,
-    ``unwritten``, ``nonfinite``, ``incorrect`` with check ``shape``, ``rms``, ``worst``, ``row`` or ``column``. A reference that is not
-    finite in the output's type is a DslBenchError: the workload's fault, not the kernel's."""
+    ``unwritten``, ``nonfinite``, ``incorrect`` with check ``shape``, ``rms``, ``worst``, ``row`` or
+    ``column``. A reference that is not finite in the output's type is a DslBenchError: the workload's fault,
+    not the kernel's."""
     _unchanged(before, fingerprint(inputs))
     found: list[Accuracy] = []
     for name, ref in reference.items():

@@ -3,19 +3,55 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dsl_bench import __version__
-from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
-from dsl_bench.records import REGIMES, Regime
+from dsl_bench.console import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_LOSS,
+    EXIT_NOTHING,
+    EXIT_PIPE,
+    EXIT_USAGE,
+    FORMATS,
+    check_format,
+    drop_output,
+    emit,
+    errors,
+    fail,
+    put,
+    showing,
+    warn,
+)
+from dsl_bench.errors import DslBenchError, NothingMatched, RecordError, UsageError, unknown
+from dsl_bench.options import (
+    Backends,
+    CaseFile,
+    Cases,
+    Deadline,
+    Files,
+    Format,
+    Groups,
+    Kernels,
+    Limit,
+    Out,
+    Plugins,
+    Resume,
+    Target,
+    Trials,
+    Verbose,
+    Winners,
+    Workloads,
+    parse_regimes,
+    split_cases,
+)
+from dsl_bench.strategies import describe as describe_strategies
 
 app = typer.Typer(
     add_completion=False,
@@ -23,52 +59,42 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="GPU kernel languages on the same LLM workloads, as a fraction of the best vendor kernel.",
 )
-errors = Console(stderr=True, highlight=False)
-
-EXIT_FAILED, EXIT_USAGE, EXIT_NOTHING, EXIT_LOSS, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
-FORMATS = ("table", "json", "csv", "md")
+STRATEGY_HELP = f"how to search (default: local). {describe_strategies()}"
 
 
-class Target(enum.StrEnum):
-    """Where to run."""
+class Shown(enum.StrEnum):
+    """What a report shows."""
 
-    auto = "auto"
-    device = "device"
-    interpret = "interpret"
-    compile = "compile"
-
-
-Format = Annotated[str, typer.Option("--format", "-f", help="table, json, csv or md")]
-Plugins = Annotated[list[str] | None, typer.Option("--plugin", help="a plugin file to load as well")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", "-b", help="only these languages")]
-Kernels = Annotated[list[str] | None, typer.Option("--kernel", "-k", help="only these kernels")]
-Groups = Annotated[list[str] | None, typer.Option("--group", "-g", help="case groups (default: quick)")]
-Cases = Annotated[
-    list[str] | None,
-    typer.Option("--case", "-c", help="a case's name or pattern, or own sizes: m=4096,n=512,k=64"),
-]
-CaseFile = Annotated[Path | None, typer.Option("--cases", help="a CSV file of own sizes")]
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="the results file to write")]
-Resume = Annotated[Path | None, typer.Option("--resume", help="go on from this results file")]
-Limit = Annotated[float | None, typer.Option("--time-limit", help="seconds for the whole command")]
-Deadline = Annotated[float, typer.Option(min=1.0, help="longest silence of the device worker, s")]
-Trials = Annotated[int, typer.Option("--trials", min=1, help="configs to try for each contender and case")]
-Workloads = Annotated[list[str] | None, typer.Argument(help="workloads (default: all)")]
-Files = Annotated[list[Path] | None, typer.Option("--results", "-r", help="results files or folders")]
+    fractions = "fractions"
+    flips = "flips"
+    baselines = "baselines"
+    cost = "cost"
 
 
 def main() -> None:
     """The console script: one line for every expected error, and the documented exit codes."""
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that knows ASCII only shows ? in place of a sign, not a traceback in place of the table
+        if hasattr(stream, "reconfigure") and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
+        if code == EXIT_INTERRUPTED:  # Typer makes Ctrl-C an exit code, without a word
+            fail("interrupted", code)
     except UsageError as fault:
-        code = _fail(str(fault), EXIT_USAGE)
+        code = fail(str(fault), EXIT_USAGE)
     except NothingMatched as fault:
-        code = _fail(str(fault), EXIT_NOTHING)
+        code = fail(str(fault), EXIT_NOTHING)
     except DslBenchError as fault:
-        code = _fail(str(fault), EXIT_FAILED)
+        code = fail(str(fault), EXIT_FAILED)
     except KeyboardInterrupt:
-        code = _fail("interrupted", EXIT_INTERRUPTED)
+        code = fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        code = drop_output(EXIT_PIPE)
+    except OSError as fault:
+        what = fault.filename or "cannot write the output"
+        code = fail(f"{what}: {fault.strerror or fault}", drop_output(EXIT_FAILED))
     except Exception as fault:
         code = _click_error(fault)
     sys.exit(code or 0)
@@ -76,17 +102,14 @@ def main() -> None:
 
 def _click_error(fault: Exception) -> int:
     """Typer's own usage errors end in one line, like ours; anything else is a bug and keeps its trace."""
+    if type(fault).__name__ == "Abort":
+        return fail("interrupted", EXIT_INTERRUPTED)
     if not hasattr(fault, "format_message"):
         raise fault
     if type(fault).__name__ == "NoArgsIsHelpError":
         errors.print(str(fault))
         return EXIT_USAGE
-    return _fail(fault.format_message(), EXIT_USAGE)
-
-
-def _fail(text: str, code: int) -> int:
-    errors.print(f"dsl-bench: {text}", style="red", markup=False, soft_wrap=True)
-    return code
+    return fail(fault.format_message(), EXIT_USAGE)
 
 
 def _version(wanted: bool) -> None:
@@ -104,70 +127,6 @@ def _root(
     """GPU kernel languages on the same LLM workloads, as a fraction of the best vendor kernel."""
 
 
-def emit(rows: Sequence[dict[str, Any]], fmt: str, columns: Sequence[str] | None = None) -> None:
-    """Rows to stdout in the chosen format."""
-    from dsl_bench import tables
-
-    print(tables.render(rows, fmt, columns))
-
-
-def _check_format(fmt: str) -> None:
-    if fmt not in FORMATS:
-        raise unknown("format", fmt, FORMATS)
-
-
-@contextmanager
-def showing() -> Iterator[Any]:
-    """A Progressor that draws bars on stderr when that is a terminal, and plain lines when it is not."""
-    from dsl_bench.session import Progressor
-
-    if not errors.is_terminal:
-        yield Progressor(say=lambda text: None, advance=_plain_lines())
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-        status = bars.add_task("starting", total=None)
-
-        def advance(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield Progressor(say=lambda text: bars.update(status, description=text), advance=advance)
-
-
-def _plain_lines() -> Callable[[str, int, int], None]:
-    seen: dict[str, int] = {}
-
-    def advance(what: str, done: int, total: int) -> None:
-        step = max(1, total // 10)
-        if done // step != seen.get(what, -1):
-            seen[what] = done // step
-            errors.print(f"{what} {done}/{total}", markup=False)
-
-    return advance
-
-
-def split_cases(given: Sequence[str] | None, file: Path | None) -> tuple[list[str], list[dict[str, str]]]:
-    """Name patterns and own sizes, told apart by ``=``."""
-    from dsl_bench import catalog
-
-    patterns = [c for c in given or () if "=" not in c]
-    own = [catalog.parse_case_text(c) for c in given or () if "=" in c]
-    if file is not None:
-        own += catalog.read_case_file(file)
-    return patterns, own
-
-
-def parse_regimes(given: Sequence[str] | None) -> tuple[Regime, ...]:
-    """The regimes named, both by default."""
-    for name in given or ():
-        if name not in REGIMES:
-            raise unknown("regime", name, REGIMES)
-    return tuple(r for r in REGIMES if not given or r in given)
-
-
 @app.command("list")
 def list_(
     fmt: Format = "table",
@@ -178,13 +137,13 @@ def list_(
     """Backends, workloads and kernels, each with its state and why."""
     from dsl_bench import catalog, listing
 
-    _check_format(fmt)
+    check_format(fmt)
     with showing() as show:
         found = catalog.load(plugin or (), show.say)
     emit(listing.rows(found), fmt)
     if verbose:
         for described in found.failed:
-            errors.print(described.traceback, markup=False)
+            errors.print(described.traceback or f"{described.origin.name}: {described.reason}", markup=False)
     if strict and found.failed:
         raise typer.Exit(EXIT_FAILED)
 
@@ -193,6 +152,7 @@ def list_(
 def plan(
     workload: Workloads = None,
     backend: Backends = None,
+    kernel: Kernels = None,
     group: Groups = None,
     case: Cases = None,
     cases: CaseFile = None,
@@ -201,11 +161,10 @@ def plan(
     fmt: Format = "table",
 ) -> None:
     """What a run would do: kernels and candidates a case, refusals with their reasons, and how long."""
-    from dsl_bench import api, listing
+    from dsl_bench import listing
 
-    _check_format(fmt)
-    patterns, own = split_cases(case, cases)
-    request = api.Request(workload or (), group or (), patterns, own, backend or (), plugins=plugin or ())
+    check_format(fmt)
+    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
     request.settings.trials = trials
     with showing() as show:
         rows, seconds = listing.plan_rows(request, show)
@@ -226,7 +185,7 @@ def _request(
 ) -> Any:
     from dsl_bench import api
 
-    patterns, own = split_cases(case, cases)
+    patterns, own, where = split_cases(case, cases)
     if resume is not None and not resume.is_file():
         raise UsageError(f"--resume {resume}: no such file")
     return api.Request(
@@ -234,6 +193,7 @@ def _request(
         group or (),
         patterns,
         own,
+        where,
         backend or (),
         kernel or (),
         plugins=plugin or (),
@@ -242,15 +202,23 @@ def _request(
     )
 
 
-def _finish(report: Any, fmt: str) -> None:
-    from dsl_bench import listing
+def _finish(report: Any, fmt: str, verbose: bool) -> None:
+    from dsl_bench import listing, spending
 
-    emit(listing.outcome_rows(report), fmt)
-    errors.print(f"records: {report.path}", markup=False, soft_wrap=True)
+    warn(report.problems)
+    try:
+        if fmt == "table":
+            print(listing.outcome_summary(report), end="\n\n")
+        # a table is for eyes: data for a program lacks nothing
+        emit(listing.outcome_rows(report, refusals=verbose or fmt != "table"), fmt)
+    finally:
+        errors.print(f"records: {report.path}", markup=False, soft_wrap=True)
+    for line in spending.lines(report.records):
+        errors.print(line, markup=False, soft_wrap=True)
     for name in report.unfinished:
         errors.print(f"not finished within the time limit: {name}", markup=False)
     if report.interrupted:
-        errors.print("interrupted; go on with --resume", markup=False)
+        errors.print(f"to go on: the same command with --resume {report.path}", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED)
     if report.failed:
         raise typer.Exit(EXIT_FAILED)
@@ -270,11 +238,9 @@ def run(
     processes: Annotated[
         int, typer.Option(min=1, help="race everything in this many separate processes")
     ] = 1,
-    race_seconds: Annotated[float, typer.Option(help="seconds of timing a race")] = 1.5,
-    data: Annotated[str, typer.Option(help="normal, uniform or zeros")] = "normal",
-    winners: Annotated[
-        list[Path] | None, typer.Option(help="take tuned winners from here (default: results, runs)")
-    ] = None,
+    race_seconds: Annotated[float, typer.Option(min=0.01, help="seconds of timing a race")] = 1.5,
+    data: Annotated[str, typer.Option(help="normal, uniform, zeros or outliers")] = "normal",
+    winners: Winners = None,
     time_limit: Limit = None,
     deadline: Deadline = 60.0,
     resume: Resume = None,
@@ -282,6 +248,7 @@ def run(
     seed: int = 0,
     revision: Annotated[str, typer.Option(help="what to call this tree where there is no git")] = "",
     plugin: Plugins = None,
+    verbose: Verbose = False,
     fmt: Format = "table",
 ) -> None:
     """Tune what has no recorded winner, then race every language against every baseline.
@@ -290,7 +257,7 @@ def run(
     from dsl_bench import api, store
     from dsl_bench.workload import DATA_KINDS
 
-    _check_format(fmt)
+    check_format(fmt)
     if data not in DATA_KINDS:
         raise unknown("data", data, DATA_KINDS)
     request = _request(workload, backend, kernel, group, case, cases, plugin, out, resume)
@@ -302,7 +269,29 @@ def run(
     settings.deadline = deadline
     with showing() as show:
         report = api.run(request, show)
-    _finish(report, fmt)
+    _finish(report, fmt, verbose)
+
+
+def _replay(
+    paths: Sequence[Path], names: Sequence[str], trials: int, chosen: tuple[Any, Any, Any, Any], fmt: str
+) -> None:
+    """Walk recorded trials; ``chosen`` are workloads, groups, backends and cases, None for all."""
+    from dsl_bench import replay, store
+
+    workloads, groups, backends, cases = chosen
+    records, problems = store.read(paths, trials=True)
+    warn(problems)
+    found = [
+        s
+        for s in replay.spaces(records)
+        if _wanted(s.case.workload, workloads)
+        and (not groups or set(groups) & set(s.case.groups))
+        and (s.contender.partition("/")[0] in backends if backends else not s.vendor)
+        and (not cases or any(fnmatch.fnmatch(s.case.name, pattern) for pattern in cases))
+    ]
+    if not found:
+        raise NothingMatched(f"no recorded search matches in {', '.join(map(str, paths))}")
+    emit(replay.rows(replay.run(found, names, trials)), fmt)
 
 
 @app.command()
@@ -313,37 +302,56 @@ def tune(
     group: Groups = None,
     case: Cases = None,
     cases: CaseFile = None,
-    strategy: Annotated[str, typer.Option(help="random, local or exhaustive")] = "local",
-    trials: Trials = 32,
+    strategy: Annotated[list[str] | None, typer.Option(help=STRATEGY_HELP)] = None,
+    trials: Annotated[
+        int | None, typer.Option(min=1, help="configs to try for each contender and case (default: 32)")
+    ] = None,
     trial_seconds: Annotated[float, typer.Option(help="seconds of timing a trial")] = 0.02,
+    no_prune: Annotated[
+        bool, typer.Option("--no-prune", help="also try what would be refused: a test of the pruning")
+    ] = False,
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(help="search recorded trials instead of a GPU: results files or folders"),
+    ] = None,
     time_limit: Limit = None,
     deadline: Deadline = 60.0,
     resume: Resume = None,
     out: Out = None,
     seed: int = 0,
     plugin: Plugins = None,
+    verbose: Verbose = False,
     fmt: Format = "table",
 ) -> None:
-    """Search the spaces under one budget for every language and tunable baseline; `run` uses the winners."""
-    from dsl_bench import api
-    from dsl_bench.strategies import STRATEGIES
+    """Search the spaces under one budget for every language and tunable baseline; `run` uses the winners.
 
-    _check_format(fmt)
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
+    With --replay it walks recorded trials, with every strategy unless some are named, and needs no GPU."""
+    from dsl_bench import api, strategies
+
+    check_format(fmt)
+    for name in strategy or ():
+        strategies.require(name)
+    if replay:
+        chosen = (workload, group, backend, case)
+        _replay(replay, strategy or strategies.available(), trials or 0, chosen, fmt)
+        return
+    if len(strategy or ()) > 1:
+        raise UsageError(f"one --strategy at a time, not {', '.join(strategy or ())} (but with --replay)")
     request = _request(workload, backend, kernel, group, case, cases, plugin, out, resume)
     settings = request.settings
-    settings.trials, settings.strategy, settings.seed = trials, strategy, seed
+    settings.trials, settings.strategy, settings.seed = trials or 32, (strategy or ["local"])[0], seed
+    settings.prune = not no_prune
     settings.trial_seconds, settings.time_limit, settings.deadline = trial_seconds, time_limit, deadline
     with showing() as show:
         report = api.tune(request, show)
-    _finish(report, fmt)
+    _finish(report, fmt, verbose)
 
 
 @app.command()
 def inspect(
     workload: Workloads = None,
     backend: Backends = None,
+    kernel: Kernels = None,
     group: Groups = None,
     case: Cases = None,
     cases: CaseFile = None,
@@ -353,8 +361,8 @@ def inspect(
     """Codegen facts of every language's first choice, side by side; needs no GPU."""
     from dsl_bench import listing
 
-    _check_format(fmt)
-    request = _request(workload, backend, None, group, case, cases, plugin, None, None)
+    check_format(fmt)
+    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
     with showing() as show:
         rows, failed = listing.inspect_rows(request, show)
     emit(rows, fmt)
@@ -368,19 +376,54 @@ def doctor(
     fmt: Format = "table",
     plugin: Plugins = None,
 ) -> None:
-    """What this machine can measure, and how well; ends in a verdict."""
+    """What this machine can measure, and how well; ends in a verdict, and exits 1 where that is: not fit."""
     from dsl_bench import doctor as examination
 
-    _check_format(fmt)
+    check_format(fmt)
     with showing() as show:
         rows, fit = examination.examine(plugin or (), show, quick)
     emit(rows, fmt)
     if not fit:
         errors.print("verdict: not fit to measure speed here", markup=False)
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _read_page(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"--readme {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+
+
+def _write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as fault:
+        raise RecordError(f"--readme {path}: {fault.strerror or fault}") from fault
+
+
+def _known_only(kind: str, given: Sequence[str] | None, known: set[str]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise unknown(kind, name, known)
 
 
 def _wanted(name: str, chosen: Sequence[str] | None) -> bool:
     return not chosen or name in chosen
+
+
+def _insight(
+    show: Shown, rows: Sequence[dict[str, Any]], records: Sequence[Any], kernels: Any, fmt: str
+) -> None:
+    from dsl_bench import insights
+
+    if show == Shown.flips:
+        found, names = insights.flips(rows), insights.FLIPS
+    elif show == Shown.baselines:
+        found, names = insights.baselines(rows), insights.BASELINES
+    else:
+        found, names = insights.costs(records, kernels), insights.COSTS
+    emit(found, fmt, list(names))
 
 
 @app.command()
@@ -389,31 +432,116 @@ def report(
     geomean: Annotated[bool, typer.Option("--geomean", help="one row a group, regime and language")] = False,
     group: Groups = None,
     workload: Workloads = None,
-    fail_below: Annotated[float | None, typer.Option(help="exit 4 when a geomean is below this")] = None,
+    fail_below: Annotated[
+        float | None, typer.Option(help="exit 4 when the geomean of any group shown is below this")
+    ] = None,
     readme: Annotated[Path | None, typer.Option(help="rewrite the table between this file's markers")] = None,
-    fmt: Format = "table",
+    show: Annotated[
+        Shown,
+        typer.Option(help="fractions; flips of the ranking between regimes; who was the baseline; cost"),
+    ] = Shown.fractions,
+    fmt: Annotated[str, typer.Option("--format", "-f", help="table, json, csv, md or html")] = "table",
 ) -> None:
     """The recorded results: fractions of the fastest vendor kernel, with intervals and verdicts."""
     from dsl_bench import catalog, store
     from dsl_bench import report as reports
 
-    _check_format(fmt)
+    check_format(fmt, (*FORMATS, "html"))
+    if show != Shown.fractions and (geomean or fmt == "html"):
+        raise UsageError(
+            f"--show {show} goes with neither --geomean nor --format html, which holds all of them"
+        )
+    page = _read_page(readme) if readme is not None else ""
     paths = results or store.default_paths()
     records, problems = store.read(paths)
-    for problem in problems:
-        errors.print(f"warning: {problem}", markup=False, soft_wrap=True)
-    with showing() as show:
-        found = catalog.load((), show.say)
+    warn(problems)
+    with showing() as bars:
+        found = catalog.load((), bars.say, probe=False)
     cases = [c for _, w in found.workloads().values() for c in w.cases]
     everything = reports.rows(records, found.hashes(), cases)
+    _known_only("workload", workload, {c.workload for c in cases} | {r["workload"] for r in everything})
+    _known_only("group", group, {g for c in cases for g in c.groups} | {r["group"] for r in everything})
     rows = [r for r in everything if _wanted(r["workload"], workload) and _wanted(r["group"], group)]
     if not rows:
         raise NothingMatched(f"no recorded race matches in {', '.join(map(str, paths)) or 'no file'}")
     means = reports.geomeans(rows, cases)
     if readme is not None:
-        readme.write_text(reports.render_readme(readme.read_text(), everything, records, cases))
-    emit(means if geomean else rows, fmt, None if fmt in ("json", "csv") else reports.short_columns(geomean))
+        _write_page(readme, reports.render_readme(page, everything, records, cases))
+    kernels = {name: (k.workload, k.lines) for name, k in found.kernels().items()}
+    if fmt == "html":
+        from dsl_bench import page as pages
+
+        put(pages.render(rows, records, kernels, cases))
+    elif show != Shown.fractions:
+        _insight(show, rows, records, kernels, fmt)
+    else:
+        emit(
+            means if geomean else rows,
+            fmt,
+            None if fmt in ("json", "csv") else reports.short_columns(geomean),
+        )
     if fail_below is not None and any((m["geomean"] or 0.0) < fail_below for m in means):
+        raise typer.Exit(EXIT_LOSS)
+
+
+@app.command()
+def profile(
+    workload: Workloads = None,
+    backend: Backends = None,
+    kernel: Kernels = None,
+    group: Groups = None,
+    case: Cases = None,
+    cases: CaseFile = None,
+    plugin: Plugins = None,
+    winners: Winners = None,
+    fmt: Format = "table",
+) -> None:
+    """Winners under ncu, a row a launch: clocks and caches as they are, and the dozen metrics that matter."""
+    from dsl_bench import profile as profiling
+    from dsl_bench import store
+
+    check_format(fmt)
+    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
+    request.winners = list(winners or store.default_paths())
+    with showing() as show:
+        rows = profiling.rows(request, show)
+    if not rows:
+        raise NothingMatched("no kernel does these cases")
+    emit(rows, fmt, None if fmt in ("json", "csv") else list(profiling.FIELDS))
+
+
+@app.command()
+def compare(
+    before: Annotated[str, typer.Argument(help="a file, a folder, a run's id, or a git revision")],
+    after: Annotated[str, typer.Argument(help="the same, to be held against the first")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="a loss of so many per cent is none")
+    ] = 0.0,
+    workload: Workloads = None,
+    verdict: Annotated[
+        list[str] | None, typer.Option(help="only these: faster, slower, same, ambiguous, missing")
+    ] = None,
+    fmt: Format = "table",
+) -> None:
+    """Two sets of results: who is faster or slower as a fraction of one vendor kernel. Exit 4 on a loss."""
+    from dsl_bench import compare as comparing
+
+    check_format(fmt)
+    sides = comparing.load(before), comparing.load(after)
+    for side in sides:
+        warn(side.problems)
+    everything = comparing.compare(*sides, threshold / 100.0)
+    _known_only("workload", workload, {r["workload"] for r in everything})
+    _known_only("verdict", verdict, set(comparing.counts(())))
+    for line in comparing.environments(*sides):
+        errors.print(f"differs: {line}", markup=False, soft_wrap=True)
+    rows = [r for r in everything if _wanted(r["workload"], workload) and _wanted(r["verdict"], verdict)]
+    if not rows:
+        raise NothingMatched(f"nothing in {before} and {after} matches")
+    emit(rows, fmt, None if fmt in ("json", "csv") else list(comparing.FIELDS))
+    counts = comparing.counts(rows)
+    errors.print(", ".join(f"{n} {word}" for word, n in counts.items()), markup=False)
+    if counts["slower"]:
         raise typer.Exit(EXIT_LOSS)
 
 
@@ -421,11 +549,16 @@ def report(
 def record(
     run_file: Annotated[Path, typer.Argument(help="a file that `run` or `tune` wrote")],
     name: Annotated[str, typer.Option(help="what to call it")] = "",
+    force: Annotated[bool, typer.Option("--force", help="overwrite other results of that name")] = False,
 ) -> None:
     """Promote a run's file to results/<gpu>/, where git keeps it."""
     from dsl_bench import store
 
-    print(store.promote(run_file, name))
+    notes: list[str] = []
+    target = store.promote(run_file, name, force, notes.append)
+    for note in notes:
+        errors.print(note, markup=False, soft_wrap=True)
+    print(target)
 
 
 @app.command()
@@ -438,12 +571,13 @@ def check(
     cases: CaseFile = None,
     plugin: Plugins = None,
     out: Out = None,
+    verbose: Verbose = False,
     fmt: Format = "table",
 ) -> None:
     """Correctness only: the first choice of every kernel, on the device or in the interpreter."""
     from dsl_bench import api
 
-    _check_format(fmt)
+    check_format(fmt)
     request = _request(
         workload,
         backend,
@@ -460,7 +594,7 @@ def check(
     request.settings.trials, request.settings.trial_seconds = 8, 0.001
     with showing() as show:
         finished = api.run(request, show)
-    _finish(finished, fmt)
+    _finish(finished, fmt, verbose)
 
 
 if __name__ == "__main__":

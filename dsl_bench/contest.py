@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from dsl_bench.catalog import Catalog
 from dsl_bench.jobs import Included, Planned
-from dsl_bench.records import CaseRef, Choice, ConfigDict, Race, Record, Regime, Skip, Tuned
+from dsl_bench.records import (
+    CaseRef,
+    Choice,
+    Compiled,
+    Pruned,
+    PrunedKernel,
+    Race,
+    Record,
+    Regime,
+    RunHeader,
+    Skip,
+    Trial,
+    Tuned,
+)
 from dsl_bench.session import Session
-from dsl_bench.strategies import Point
+from dsl_bench.strategies import Label, Point, config_text
 
 Slot = tuple[str, str]
 
@@ -26,27 +38,107 @@ class Contender:
     kernels: tuple[str, ...] = ()
 
 
+TrialKey = tuple[str, str, str, str, float]
+
+
 @dataclass
 class Memory:
-    """What earlier records already settle."""
+    """What earlier records already settle. ``stale`` holds winners that were found under other conditions,
+    each with what differs; ``trials`` those of the resumed run."""
 
     tuned: dict[Slot, Tuned] = field(default_factory=dict)
+    stale: dict[Slot, tuple[Tuned, str]] = field(default_factory=dict)
     raced: set[tuple[str, Regime, str]] = field(default_factory=set)
+    trials: dict[TrialKey, Trial] = field(default_factory=dict)
+    pruned: set[Slot] = field(default_factory=set)
 
     @staticmethod
-    def of(records: Iterable[Record], catalog: Catalog, gpu: str, resumed: Iterable[Record] = ()) -> Memory:
-        """Winners whose kernels are unchanged and whose GPU is this one; races of the resumed run."""
-        hashes = catalog.hashes()
+    def of(
+        records: Iterable[Record],
+        catalog: Catalog,
+        gpu: str,
+        resumed: Iterable[Record] = (),
+        driver: str = "",
+    ) -> Memory:
+        """Winners that still hold here, and those that need another look; the resumed run's races and
+        trials."""
+        known, earlier = list(records), list(resumed)
+        past = _Past([*known, *earlier], catalog, gpu, driver)
         memory = Memory()
-        for record in (*records, *resumed):
-            if isinstance(record, Tuned) and record.near and record.gpu == gpu:
-                head = record.near[0]
-                if hashes.get(head.kernel) == head.kernel_hash:
-                    memory.tuned[record.case.name, record.contender] = record
-        for record in resumed:
+        for record in (*known, *earlier):
+            if isinstance(record, Tuned) and record.near:
+                slot = (record.case.name, record.contender)
+                differs = past.differences(record)
+                if not differs:
+                    memory.tuned[slot] = record
+                elif past.better(record, memory.stale.get(slot)):
+                    memory.stale[slot] = (record, "; ".join(differs))
+        for record in earlier:
             if isinstance(record, Race):
                 memory.raced.add((record.case.name, record.regime, record.process))
+            elif isinstance(record, Trial) and past.holds(record):
+                memory.trials[trial_key(record)] = record
+            elif isinstance(record, Pruned):
+                memory.pruned.add((record.case.name, record.contender))
+        memory.stale = {slot: held for slot, held in memory.stale.items() if slot not in memory.tuned}
         return memory
+
+    def known(self) -> list[Included]:
+        """The configs of every recorded winner and near-tie, to be planned whatever else is."""
+        held = [*self.tuned.values(), *(tuned for tuned, _ in self.stale.values())]
+        return [Included(c.kernel, t.case.name, c.config) for t in held for c in t.near]
+
+
+def trial_key(trial: Trial) -> TrialKey:
+    """What makes a trial the same one in a resumed run."""
+    text = config_text(trial.config)
+    return trial.case.name, trial.kernel, trial.key or trial.kernel_hash, text, round(trial.effort, 6)
+
+
+class _Past:
+    """Tells under which conditions records were made, and how those differ from the ones here."""
+
+    def __init__(self, found: Sequence[Record], catalog: Catalog, gpu: str, driver: str) -> None:
+        self._hashes = catalog.hashes()
+        self._toolchains = {name: info.toolchain for name, (_, info) in catalog.backends().items()}
+        self._gpu, self._driver = gpu, driver
+        headers = [r for r in found if isinstance(r, RunHeader)]
+        self._drivers = {h.run_id: str(h.environment.get("driver", "")) for h in headers}
+        self._gpus = {h.run_id: str(h.environment.get("gpu", "")) for h in headers}
+        self._built = {r.key: r.toolchain for r in found if isinstance(r, Compiled) and r.toolchain}
+
+    def differences(self, tuned: Tuned) -> list[str]:
+        """What is not as it was when the winner was found, a line each. What nobody wrote down is not a
+        difference."""
+        head = tuned.near[0]
+        backend = head.kernel.partition("/")[0]
+        pairs = [
+            ("GPU", tuned.gpu, self._gpu),
+            ("driver", tuned.driver or self._drivers.get(tuned.run_id, ""), self._driver),
+            (
+                "toolchain",
+                tuned.toolchain or self._built.get(head.key, ""),
+                self._toolchains.get(backend, ""),
+            ),
+        ]
+        found = [f"{what} {then}, here {now}" for what, then, now in pairs if then and now and then != now]
+        source = self._hashes.get(head.kernel)
+        if source is None:
+            found.append(f"{head.kernel} is not installed here")
+        elif source != head.kernel_hash:
+            found.append(f"source of {head.kernel} {head.kernel_hash}, here {source}")
+        return found
+
+    def better(self, tuned: Tuned, held: tuple[Tuned, str] | None) -> bool:
+        """Whether a stale winner is the one to look at again: of this GPU rather than another, then the
+        later one."""
+        return held is None or tuned.gpu == self._gpu or held[0].gpu != self._gpu
+
+    def holds(self, trial: Trial) -> bool:
+        """Whether a trial of the resumed run need not be done again. What a hang or a death did to a config
+        stands; a trial cut short by the end of the run was never written."""
+        where = self._gpus.get(trial.run_id, self._gpu)
+        return self._hashes.get(trial.kernel) == trial.kernel_hash and where == self._gpu
 
 
 def contenders(
@@ -72,19 +164,18 @@ class Contest:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._plans: dict[Slot, list[Planned]] = {}
+        self._points: dict[Slot, dict[Label, Point]] = {}
 
     def prepare(
         self, cases: Sequence[CaseRef], rivals: Sequence[Contender], limit: int, memory: Memory
     ) -> list[Contender]:
         """Plan every contender's cases, the winners in ``memory`` included. Returns those whose backend can
         run here; the others are recorded as skipped."""
-        known = [
-            Included(choice.kernel, case, choice.config)
-            for (case, _), tuned in memory.tuned.items()
-            for choice in tuned.near
-        ]
+        known = memory.known()
         able = [r for r in rivals if self._able(r, cases)]
         backends = sorted({r.backend for r in able})
+        searched = [r for r in able if any((c.name, r.name) not in memory.tuned for c in cases)]
+        self.session.preload(sorted({r.backend for r in searched}))
         with ThreadPoolExecutor(max_workers=4) as threads:
             planned = list(threads.map(lambda b: self.session.plan(b, cases, limit, (), known), backends))
         for rows in planned:
@@ -104,7 +195,7 @@ class Contest:
         else:
             info = backends[rival.backend][1]
             target = info.targets["device"]
-            if target.ready and not info.problems:
+            if target.ready and (info.kernels or not info.problems):
                 return True
             reason, hint = target.reason or "; ".join(info.problems), target.hint
         status = "baseline_missing" if rival.role == "vendor" else "unavailable"
@@ -119,12 +210,20 @@ class Contest:
 
     def points(self, case: CaseRef, rival: Contender) -> list[Point]:
         """Every candidate of a contender on a case."""
-        plans = self._plans.get((case.name, rival.name), [])
-        return [Point(p.kernel, c) for p in plans for c in p.candidates]
+        return list(self._table(case, rival).values())
+
+    def _table(self, case: CaseRef, rival: Contender) -> dict[Label, Point]:
+        slot = (case.name, rival.name)
+        if slot not in self._points:
+            made = [Point(p.kernel, c) for p in self._plans.get(slot, []) for c in p.candidates]
+            self._points[slot] = {p.label: p for p in made}
+        return self._points[slot]
 
     def refuse(self, case: CaseRef, rival: Contender) -> None:
         """Record that a contender has nothing to offer on a case, with its kernels' reasons."""
         plans = self._plans.get((case.name, rival.name), [])
+        if any(p.fault for p in plans):
+            return  # recorded as a failure when it was planned
         reason = "; ".join(sorted({f"{p.kernel}: {p.reason}" for p in plans if p.reason}))
         kernel = plans[0].kernel if len(plans) == 1 else ""
         self.session.sink.write(
@@ -148,14 +247,24 @@ class Contest:
         """How many configs the kernels themselves refused."""
         return sum(sum(p.pruned.values()) for p in self._plans.get((case.name, rival.name), []))
 
+    def record_pruned(self, case: CaseRef, rival: Contender) -> None:
+        """One record of all that the kernels refused on a case, if anything."""
+        known = self.session.catalog.kernels()
+        kernels = [
+            PrunedKernel(
+                p.kernel,
+                known[p.kernel].hash,
+                known[p.kernel].space,
+                list(p.pruned),
+                list(p.pruned.values()),
+                p.codes,
+            )
+            for p in self._plans.get((case.name, rival.name), [])
+            if p.pruned and p.kernel in known
+        ]
+        if kernels:
+            self.session.sink.write(Pruned(self.session.run_id, case, rival.name, kernels))
+
     def point_of(self, case: CaseRef, rival: Contender, choice: Choice) -> Point | None:
         """The candidate behind a recorded choice; None where it is no candidate any more."""
-        wanted = _config_text(choice.config)
-        for point in self.points(case, rival):
-            if point.kernel == choice.kernel and _config_text(point.candidate.config) == wanted:
-                return point
-        return None
-
-
-def _config_text(config: ConfigDict) -> str:
-    return json.dumps(config, sort_keys=True)
+        return self._table(case, rival).get((choice.kernel, config_text(choice.config)))

@@ -44,14 +44,16 @@ class TimerError(DslBenchError):
 class KernelFault(DslBenchError):
     """A kernel that failed in a known way.
 
-    ``status`` is one of :data:`dsl_bench.records.STATUSES`; ``check`` names what caught it.
+    ``status`` is one of :data:`dsl_bench.records.STATUSES`; ``check`` names what caught it; ``fatal``: it
+    left its process in a state that others must not work in.
     """
 
-    def __init__(self, status: str, reason: str, check: str = "") -> None:
+    def __init__(self, status: str, reason: str, check: str = "", fatal: bool = False) -> None:
         super().__init__(reason)
         self.status = status
         self.reason = reason
         self.check = check
+        self.fatal = fatal
 
 
 def unknown(kind: str, given: str, known: Iterable[str], note: str = "") -> UsageError:

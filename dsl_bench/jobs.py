@@ -43,6 +43,8 @@ class KernelInfo(msgspec.Struct, frozen=True):
     unmet: str
     lines: int
     origin: Origin
+    #: the absolute paths of the kernel's file and of its helper files
+    files: tuple[str, ...] = ()
 
 
 class TargetInfo(msgspec.Struct, frozen=True):
@@ -85,13 +87,25 @@ class Described(msgspec.Struct, frozen=True):
     backend: BackendInfo | None = None
     workload: WorkloadInfo | None = None
     kernels: list[KernelInfo] = msgspec.field(default_factory=list)
+    #: what a plugin that is ready nevertheless had to leave out, a line each
+    problems: list[str] = msgspec.field(default_factory=list)
+
+
+class ProbeJob(msgspec.Struct, frozen=True, tag="probe"):
+    """Ask a backend for some of its targets only: what was not ready may be now."""
+
+    origin: Origin
+    targets: tuple[str, ...]
 
 
 class ParseCases(msgspec.Struct, frozen=True, tag="parse_cases"):
-    """Turn a user's own sizes into cases of a workload."""
+    """Turn a user's own sizes into cases of a workload: those ``given`` by parameters (``where`` says where
+    each was read), then those with the ``names`` that such cases are given."""
 
     workload: Origin
     given: list[dict[str, str]]
+    where: list[str] = msgspec.field(default_factory=list)
+    names: list[str] = msgspec.field(default_factory=list)
 
 
 class Included(msgspec.Struct, frozen=True):
@@ -114,27 +128,46 @@ class PlanJob(msgspec.Struct, frozen=True, tag="plan"):
     limit: int = 0
     seed: int = 0
     include: list[Included] = msgspec.field(default_factory=list)
+    #: the cases' workload, for the cost model; without it nothing is estimated
+    workload: Origin | None = None
+    #: False: what ``valid()`` refuses is a candidate too, of rank 3
+    prune: bool = True
 
 
 class Candidate(msgspec.Struct, frozen=True):
     """A config with what must be compiled for it: the artifact's key and the specialisation.
 
-    ``rank`` 0 is the author's default, 1 a seed, 2 the rest of the space."""
+    ``rank`` 0 is the author's default, 1 a seed, 2 the rest of the space, 3 what the kernel refuses (with the
+    reason in ``refused``). ``estimate`` is the cost model's time in µs, 0 where it knows nothing."""
 
     config: ConfigDict
     key: str
     static: dict[str, Any]
     rank: int = 2
+    estimate: float = 0.0
+    refused: str = ""
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """One kernel on one case: its candidates, or the reason why there are none. ``pruned`` counts reasons."""
+    """One kernel on one case: its candidates, or the reason why there are none. ``pruned`` counts reasons,
+    ``codes`` says which points of the space they hit (see :class:`dsl_bench.records.PrunedKernel`).
+
+    ``fault``: the kernel's own code failed; it did not merely refuse the case."""
 
     kernel: str
     case: CaseRef
     candidates: list[Candidate]
     reason: str = ""
     pruned: dict[str, int] = msgspec.field(default_factory=dict)
+    fault: bool = False
+    codes: str = ""
+
+
+class PreloadJob(msgspec.Struct, frozen=True, tag="preload"):
+    """Import what later jobs will need, while there is nothing else to do."""
+
+    backends: tuple[Origin, ...]
+    extra: tuple[Origin, ...] = ()
 
 
 class CompileJob(msgspec.Struct, frozen=True, tag="compile_job"):
@@ -215,6 +248,7 @@ class InterpretJob(msgspec.Struct, frozen=True, tag="interpret_job"):
     racer: Racer
     static: dict[str, Any]
     seed: int = 0
+    data: str = "normal"
 
 
 class DoctorJob(msgspec.Struct, frozen=True, tag="doctor"):
@@ -223,7 +257,29 @@ class DoctorJob(msgspec.Struct, frozen=True, tag="doctor"):
     quick: bool = True
 
 
-Job = Describe | ParseCases | PlanJob | CompileJob | TrialsJob | FinalJob | RaceJob | InterpretJob | DoctorJob
+class ProfileJob(msgspec.Struct, frozen=True, tag="profile"):
+    """Bind and check one racer, then run it once between marks that a profiler looks for."""
+
+    workload: Origin
+    case: CaseRef
+    racer: Racer
+    seed: int = 0
+
+
+Job = (
+    Describe
+    | ProbeJob
+    | ParseCases
+    | PlanJob
+    | PreloadJob
+    | CompileJob
+    | TrialsJob
+    | FinalJob
+    | RaceJob
+    | InterpretJob
+    | DoctorJob
+    | ProfileJob
+)
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -240,10 +296,12 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The job's result: plain data whose type the job implies."""
+    """The job's result: plain data whose type the job implies. ``started`` counts the programs that the
+    worker started during the job."""
 
     value: msgspec.Raw
     ledger: dict[str, float] = msgspec.field(default_factory=dict)
+    started: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

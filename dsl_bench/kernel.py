@@ -57,8 +57,9 @@ class Kernel:
 
     ``id`` is ``<backend>/<name>``; ``space`` maps a name to its values, a config is one choice of each;
     ``default(case)`` is the author's own first guess, and ``seeds(case)`` further ones, best first.
-    ``valid`` returns None or the reason why not. ``files`` are helper files beside the kernel file
-    (relative to it) that count into its source hash.
+    ``valid`` returns None or the reason why not. ``cost(case, config)`` is a rough time in µs that says what
+    to try first; without it a model of waves and roofline guesses. ``files`` are helper files beside the
+    kernel file (relative to it) that count into its source hash.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Kernel:
     needs: Needs = Needs()
     files: tuple[str, ...] = ()
     summary: str = ""
+    cost: Callable[[Case, Config], float] | None = None
 
     @property
     def backend(self) -> str:

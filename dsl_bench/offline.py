@@ -34,8 +34,9 @@ def interpret(
             if not target.ready:
                 _skip(session, workload, name, "", f"interpret: {target.reason}", target.hint)
                 continue
+            hashes = session.catalog.hashes()
             for planned in session.plan(name, cases, 0, kernels):
-                if (planned.kernel, session.catalog.hashes()[planned.kernel], planned.case.name) in held:
+                if (planned.kernel, hashes.get(planned.kernel), planned.case.name) in held:
                     continue
                 if session.clock.over():
                     unfinished.append(f"interpret {planned.kernel} on {planned.case.name}")
@@ -48,15 +49,7 @@ def interpret(
 
 def _interpret_one(session: Session, worker: Worker, workload: str, planned: Planned) -> int:
     if not planned.candidates:
-        _skip(
-            session,
-            workload,
-            planned.kernel.partition("/")[0],
-            planned.kernel,
-            planned.reason,
-            "",
-            planned.case.name,
-        )
+        _skip_planned(session, workload, planned)
         return 0
     first = planned.candidates[0]
     racer = session.racer(_choice(session, planned.kernel, first))
@@ -67,6 +60,7 @@ def _interpret_one(session: Session, worker: Worker, workload: str, planned: Pla
         racer,
         first.static,
         session.settings.seed,
+        session.settings.data,
     )
     session.show.say(f"interpreting {planned.kernel} on {planned.case.name}")
     kept: list[Record] = []
@@ -89,9 +83,26 @@ def _interpret_one(session: Session, worker: Worker, workload: str, planned: Pla
                 reason=refused.reason,
             )
         )
+    kept = [_verdict_or_skip(r) for r in kept]
     for record in kept:
         session.sink.write(record)
     return sum(isinstance(r, Interpreted) and r.status != "ok" for r in kept)
+
+
+def _verdict_or_skip(record: Record) -> Record:
+    """What an interpreter cannot do says nothing about the kernel: it is a refusal, not a failure."""
+    if not isinstance(record, Interpreted):
+        return record
+    case, hint = record.case, ""
+    if record.status == "hang" and "smoke" not in case.groups:
+        hint = "the interpreter is for small sizes"
+    elif record.status != "unavailable":
+        return record
+    elif case.dtype != "fp16":
+        hint = "the interpreter needs dtype=fp16"
+    backend = record.kernel.partition("/")[0]
+    reason = f"interpret: {record.reason}"
+    return Skip(record.run_id, case.workload, case.name, backend, record.kernel, "unavailable", reason, hint)
 
 
 def compile_all(
@@ -101,9 +112,13 @@ def compile_all(
     backends: Sequence[str],
     limit: int,
     kernels: Sequence[str] = (),
+    compiled_for: dict[str, list[str]] | None = None,
 ) -> int:
-    """Compile the first ``limit`` candidates of every kernel and case; returns how many failed."""
+    """Compile the first ``limit`` candidates of every kernel and case; returns how many failed.
+
+    ``compiled_for`` receives the names of the cases behind each artifact's key."""
     wanted: dict[str, tuple[str, ConfigDict]] = {}
+    compiled_for = {} if compiled_for is None else compiled_for
     for name in backends:
         target = session.catalog.backend(name)[1].targets["compile"]
         if not target.ready:
@@ -111,15 +126,17 @@ def compile_all(
             continue
         for planned in session.plan(name, cases, limit if limit > 8 else 0, kernels):
             if not planned.candidates:
-                _skip(session, workload, name, planned.kernel, planned.reason, "", planned.case.name)
+                _skip_planned(session, workload, planned)
             for candidate in planned.candidates[:limit]:
                 session.compile(planned.kernel, candidate, candidate.rank)
+                compiled_for.setdefault(candidate.key, []).append(planned.case.name)
                 wanted.setdefault(candidate.key, (planned.kernel, candidate.config))
     while any(session.built(key) is None for key in wanted):
         if session.clock.over():
             break
         session.show.advance("compiled", *session.progress())
         session.wait_built(lambda: all(session.built(k) is not None for k in wanted))
+    session.show.advance("compiled", *session.progress())
     refused = [(key, r) for key in wanted if isinstance(r := session.built(key), Refused)]
     for key, why in refused:
         kernel, config = wanted[key]
@@ -150,6 +167,13 @@ def no_device(session: Session, workload: str, backends: Sequence[str], reason: 
 
 def _choice(session: Session, kernel: str, candidate: Candidate) -> Choice:
     return Choice(kernel, session.catalog.hashes()[kernel], candidate.config, candidate.key)
+
+
+def _skip_planned(session: Session, workload: str, planned: Planned) -> None:
+    """A kernel that refuses a case; one that failed to be planned is recorded already."""
+    if not planned.fault:
+        backend = planned.kernel.partition("/")[0]
+        _skip(session, workload, backend, planned.kernel, planned.reason, "", planned.case.name)
 
 
 def _skip(

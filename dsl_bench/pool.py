@@ -27,6 +27,9 @@ Role = Literal["describe", "compile", "device", "interpret"]
 #: seconds that a fresh worker may take beyond the deadline: the start of Python, and of torch where the
 #: role needs it
 START_SECONDS: dict[Role, float] = {"describe": 10.0, "compile": 60.0, "device": 60.0, "interpret": 60.0}
+#: what the environment of a role's workers has beside ours. The C library then fills the memory that it gives
+#: out with 0x7f, a very large number in every type: a kernel that relies on zeros there is found out
+ROLE_ENV: dict[Role, dict[str, str]] = {"interpret": {"MALLOC_PERTURB_": str(0x7F ^ 0xFF)}}
 
 
 @dataclass
@@ -111,9 +114,13 @@ class Worker:
         self.kill()
         self._buffer = b""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
-        env = {**os.environ, **self._env, "DSL_BENCH_PARENT": str(os.getpid())}
+        env = {**os.environ, **ROLE_ENV.get(self.role, {}), **self._env, "DSL_BENCH_PARENT": str(os.getpid())}
+        # a folder called triton or kernels where the command is run must not hide the package of that name:
+        # not the working directory (-P), nor an empty entry of PYTHONPATH, which means the same
+        path = filter(None, env.pop("PYTHONPATH", "").split(os.pathsep))
+        env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dsl_bench.worker", self.role],
+            [sys.executable, "-P", "-m", "dsl_bench.worker", self.role],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

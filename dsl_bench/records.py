@@ -125,6 +125,35 @@ class Trial(msgspec.Struct, frozen=True, tag="trial"):
     accuracy: list[Accuracy] = msgspec.field(default_factory=list)
     check: str = ""
     reason: str = ""
+    #: -1: not recorded; else as in :class:`dsl_bench.jobs.Candidate`
+    rank: int = -1
+    estimate: float = 0.0
+    #: the share of a trial's usual time that this one got: strategies may time shortly first
+    effort: float = 1.0
+    #: without pruning: why the config would not have been tried
+    pruned: str = ""
+
+
+class PrunedKernel(msgspec.Struct, frozen=True):
+    """What one kernel refused on one case. ``codes`` packs a number for every point of ``space`` in order
+    (:mod:`dsl_bench.pruning`): 0 not refused or not looked at, else one more than an index into ``reasons``.
+    ``counts`` counts the reasons; defaults and seeds from outside the space are in them alone."""
+
+    kernel: str
+    kernel_hash: str
+    space: dict[str, list[int | str | bool]]
+    reasons: list[str]
+    counts: list[int]
+    codes: str = ""
+
+
+class Pruned(msgspec.Struct, frozen=True, tag="pruned"):
+    """Every config of one contender on one case that was not tried because ``valid()`` refused it."""
+
+    run_id: str
+    case: CaseRef
+    contender: str
+    kernels: list[PrunedKernel]
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -142,8 +171,11 @@ class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
 
     A contender is a language backend (its kernels compete for the place) or one vendor kernel. ``near``
     holds the choices within noise of the winner, best first, the winner at its head. ``bound`` says what
-    ended the search: ``space``, ``trials`` or ``seconds``. ``regret`` is the best trial's median over the
-    winner's, minus one, after the finalists raced each other."""
+    ended the search: ``space``, ``trials``, ``seconds`` or ``strategy`` (it had nothing more to ask).
+    ``regret`` is the best trial's median over the winner's, minus one, after the finalists raced each other:
+    what it would have cost to stop at the trials. ``trials`` counts configs, ``retimed`` further timings.
+    ``driver`` and ``toolchain`` are what the winner was found with. ``revisits``: the near-ties of an earlier
+    record raced again; it says what differed."""
 
     run_id: str
     case: CaseRef
@@ -158,6 +190,11 @@ class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
     bound: str
     gpu: str = ""
     regret: float = 0.0
+    driver: str = ""
+    toolchain: str = ""
+    retimed: int = 0
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+    revisits: str = ""
 
 
 class Participant(msgspec.Struct, frozen=True):
@@ -232,7 +269,7 @@ class Skip(msgspec.Struct, frozen=True, tag="skip"):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """Work that was tried and failed. ``where`` is describe, compile, check, trial or race."""
+    """Work that was tried and failed. ``where`` is describe, plan, compile, check, trial or race."""
 
     run_id: str
     workload: str
@@ -247,8 +284,25 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     regime: str = ""
 
 
+class Spent(msgspec.Struct, frozen=True):
+    """What one backend's search cost. ``tried`` counts configs, ``pruned`` those that were refused before
+    they were compiled, ``failures`` trials by status; compile and GPU seconds are those of its workers."""
+
+    tried: int = 0
+    pruned: int = 0
+    compiled: int = 0
+    compile_seconds: float = 0.0
+    gpu_seconds: float = 0.0
+    failures: dict[str, int] = msgspec.field(default_factory=dict)
+
+
 class Ledger(msgspec.Struct, frozen=True, tag="ledger"):
-    """Where a run's time went: seconds of the device worker by activity, and of the compile pool."""
+    """Where a run's time went: seconds of the device worker by activity, and of the compile pool.
+
+    ``misses`` artifacts were compiled, ``cached`` more were found on disk and ``hits`` times one served a
+    further config or case. ``bounds`` counts searches by what ended them. ``device_started`` counts the
+    programs that the device worker started, by name: an assembler or compiler among them would mean that what
+    the pool had compiled was not used; ``loaded`` counts the artifacts that it loaded instead."""
 
     run_id: str
     device: dict[str, float]
@@ -257,6 +311,11 @@ class Ledger(msgspec.Struct, frozen=True, tag="ledger"):
     misses: int = 0
     wall: float = 0.0
     unfinished: list[str] = msgspec.field(default_factory=list)
+    cached: int = 0
+    loaded: int = 0
+    bounds: dict[str, int] = msgspec.field(default_factory=dict)
+    spent: dict[str, Spent] = msgspec.field(default_factory=dict)
+    device_started: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Interpreted(msgspec.Struct, frozen=True, tag="interpret"):
@@ -274,7 +333,7 @@ class Interpreted(msgspec.Struct, frozen=True, tag="interpret"):
     reason: str = ""
 
 
-Record = RunHeader | Compiled | Trial | Tuned | Race | Skip | Failure | Interpreted | Ledger
+Record = RunHeader | Compiled | Trial | Tuned | Race | Skip | Failure | Interpreted | Ledger | Pruned
 
 encoder = msgspec.json.Encoder()
 decoder = msgspec.json.Decoder(Record)

@@ -6,6 +6,7 @@ origins inside a worker: whatever a plugin does there (raise, exit, hang) costs 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -14,7 +15,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def origins(paths: Sequence[str] = ()) -> list[Origin]:
             dist = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
             found.append(Origin(kind, entry.name, entry.value, dist))
     unique = sorted(set(found), key=lambda o: (o.kind, o.name, o.dist, o.value))
-    return [o for o in unique if _allowed(o)] + [_file_origin(p) for p in paths]
+    files = dict.fromkeys(_file_origin(p) for p in paths)
+    return [o for o in unique if _allowed(o)] + list(files)
 
 
 def _allowed(origin: Origin) -> bool:
@@ -85,20 +87,23 @@ def kernel_file(kernel: Kernel) -> Path:
     return Path(inspect.getfile(inspect.unwrap(kernel.source)))
 
 
+def kernel_files(kernel: Kernel) -> tuple[Path, ...]:
+    """The kernel's file and its helper files."""
+    main = kernel_file(kernel)
+    return (main, *(main.parent / name for name in kernel.files))
+
+
 def source_hash(kernel: Kernel) -> str:
     """Twelve hex digits over the kernel's file, its helper files and its id."""
-    main = kernel_file(kernel)
     digest = hashlib.sha256(kernel.id.encode())
-    for path in (main, *(main.parent / name for name in kernel.files)):
+    for path in kernel_files(kernel):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def source_lines(kernel: Kernel) -> int:
     """Lines of code behind a kernel (its file and helper files), blank ones left out."""
-    main = kernel_file(kernel)
-    files = (main, *(main.parent / name for name in kernel.files))
-    return sum(1 for path in files for line in path.read_text().splitlines() if line.strip())
+    return sum(1 for path in kernel_files(kernel) for line in path.read_text().splitlines() if line.strip())
 
 
 def artifact_key(kernel_hash: str, static: bytes, toolchain: str, arch: str) -> str:
@@ -122,6 +127,7 @@ class Shelf:
     def __init__(self) -> None:
         self._loaded: dict[Origin, Loaded] = {}
         self._kernels: dict[tuple[Origin, tuple[Origin, ...]], dict[str, Kernel]] = {}
+        self._owners: dict[str, Origin] = {}
         self.problems: dict[Origin, list[str]] = {}
 
     def load(self, origin: Origin) -> Loaded:
@@ -145,24 +151,58 @@ class Shelf:
         return workload
 
     def kernels(self, origin: Origin, extra: tuple[Origin, ...] = ()) -> dict[str, Kernel]:
-        """The kernels of a backend by id, with those that ``extra`` origins add to it."""
+        """The kernels of a backend by id, with those that ``extra`` origins add to it.
+
+        What cannot be used is left out and noted in ``problems`` under the origin that brought it."""
         key = (origin, extra)
         if key not in self._kernels:
             backend = self.backend(origin)
-            found = list(backend.kernels())
+            table: dict[str, Kernel] = {}
+            noted = self._gather(table, origin, backend.name, backend.kernels)
+            self.problems[origin] = [*backend.problems, *noted]
             for more in extra:
-                found += [k for k in self.load(more).kernels if k.backend == backend.name]
-            self._kernels[key] = _by_id(found)
+                mine = functools.partial(self._added, more, backend.name)
+                self.problems.setdefault(more, []).extend(self._gather(table, more, backend.name, mine))
+            self._kernels[key] = table
         return self._kernels[key]
 
+    def owner(self, kernel: str) -> Origin:
+        """The origin that brought the kernel with this id."""
+        return self._owners[kernel]
 
-def _by_id(found: Iterable[Kernel]) -> dict[str, Kernel]:
-    table: dict[str, Kernel] = {}
-    for kernel in found:
-        if kernel.id in table:
-            raise PluginError(f"two kernels are called {kernel.id}")
-        table[kernel.id] = kernel
-    return table
+    def _added(self, origin: Origin, backend: str) -> list[Kernel]:
+        return [k for k in self.load(origin).kernels if k.backend == backend]
+
+    def _gather(
+        self, table: dict[str, Kernel], origin: Origin, backend: str, find: Callable[[], Iterable[Kernel]]
+    ) -> list[str]:
+        """Add to ``table`` what ``find`` gives; returns what was left out. The first of a name stays."""
+        noted = []
+        try:
+            for kernel in find():
+                wrong = self._refusal(table, backend, kernel)
+                if wrong:
+                    noted.append(wrong)
+                else:
+                    table[kernel.id] = kernel
+                    self._owners.setdefault(kernel.id, origin)
+        except (Exception, SystemExit) as fault:  # noqa: BLE001 (a plugin may raise anything)
+            noted.append(f"kernels: {type(fault).__name__}: {fault}")
+        return noted
+
+    def _refusal(self, table: dict[str, Kernel], backend: str, kernel: Any) -> str:
+        if not isinstance(kernel, Kernel):
+            return f"a {type(kernel).__name__} among the kernels is left out: not a Kernel"
+        if table.get(kernel.id, kernel) is not kernel:
+            first = self._owners[kernel.id]
+            return f"a second kernel {kernel.id} is left out: {first.dist} ({first.value}) has it"
+        if kernel.backend != backend:
+            return f"kernel {kernel.id} is left out: its id names another backend than {backend}"
+        try:
+            source_hash(kernel)
+        except OSError as fault:
+            return f"kernel {kernel.id} is left out: {fault}"
+        return ""
 
 
 def _import(origin: Origin) -> Any:
@@ -233,4 +273,5 @@ def _sources(origin: Origin) -> list[Path]:
     if origin.value.startswith("dsl_bench."):
         kernels = importlib.util.find_spec("dsl_bench.kernels")
         roots += list(kernels.submodule_search_locations or ()) if kernels else []
-    return sorted(p for root in roots for p in Path(root).rglob("*") if p.suffix in (".py", ".cu", ".cuh"))
+    found = (p for root in roots for p in Path(root).rglob("*"))
+    return sorted(p for p in found if p.is_file() and p.suffix != ".pyc")

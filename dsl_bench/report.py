@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dsl_bench import stats, store, tables
 from dsl_bench.errors import UsageError
 from dsl_bench.records import REGIMES, CaseRef, Race, Record, RunHeader
-from dsl_bench.standing import Book, Numbers, Slot, Standing, stand
+from dsl_bench.standing import IMPLAUSIBLE, Book, Numbers, Slot, Standing, stand
 from dsl_bench.store import Entry
 
 if TYPE_CHECKING:
@@ -24,15 +24,13 @@ ROW_FIELDS = (
     "verdict error error_vendor kernel_hash stale gpu run_id"
 ).split()
 MEAN_FIELDS = (
-    "workload group dtype regime backend geomean min cases total wins ties losses ambiguous gpu"
+    "workload group dtype regime backend geomean min cases total wins ties losses ambiguous stale gpu"
 ).split()
 _SHORT = (
     "group case regime backend kernel status time_us tflops sol clock_mhz baseline fraction fraction_lo "
     "fraction_hi verdict stale reason"
 ).split()
 
-#: a share of the fixed rates that no correct measurement exceeds
-IMPLAUSIBLE = 1.05
 #: the pseudo-regime of a summary: case by case, the lower of the two regimes' fractions
 WORSE = "worse"
 
@@ -70,11 +68,11 @@ def _rows(
 
 def _place(cases: Sequence[CaseRef]) -> Any:
     """The key that sorts rows as the workloads list their groups and cases."""
-    groups = {g: n for n, g in enumerate(dict.fromkeys(g for c in cases for g in c.groups))}
+    groups = {g: n for n, g in enumerate(dict.fromkeys((c.workload, g) for c in cases for g in c.groups))}
     names = {(c.workload, c.name): n for n, c in enumerate(cases)}
 
     def key(row: Row) -> tuple[Any, ...]:
-        group = groups.get(row["group"], len(groups))
+        group = groups.get((row["workload"], row["group"]), len(groups))
         case = names.get((row["workload"], row["case"]), len(names))
         last = (row["case"], row["regime"], row["backend"])
         return row["gpu"], row["workload"], group, row["group"], row["dtype"], case, *last
@@ -198,6 +196,7 @@ def _mean(held: Sequence[Row]) -> Row:
         "ties": verdicts.count("tie"),
         "losses": verdicts.count("loss"),
         "ambiguous": verdicts.count("ambiguous"),
+        "stale": sum(bool(r["stale"]) for r in held),
     }
 
 
@@ -234,6 +233,9 @@ def summary(table: Sequence[Row], records: Iterable[Record], cases: Sequence[Cas
 
 def _headline(means: Sequence[Row]) -> str:
     backends = list(dict.fromkeys(m["backend"] for m in means))
+    workloads = list(dict.fromkeys(m["workload"] for m in means))
+    # the handful of a first run is no benchmark: it must not be the first number that is read
+    means = sorted(means, key=lambda m: (workloads.index(m["workload"]), m["group"] == "quick"))
     lines: dict[tuple[str, ...], Row] = {}
     for mean in means:
         line = lines.setdefault((mean["workload"], mean["group"], mean["dtype"]), {})

@@ -19,12 +19,12 @@ from dsl_bench.tuner import Tuner
 class Runner:
     """One run over the cases of one workload."""
 
-    def __init__(self, session: Session, workload: str, memory: Memory, gpu: str) -> None:
+    def __init__(self, session: Session, workload: str, memory: Memory, gpu: str, driver: str = "") -> None:
         self.session = session
         self.workload = workload
         self.memory = memory
         self.contest = Contest(session)
-        self.tuner = Tuner(session, self.contest, memory, workload, gpu)
+        self.tuner = Tuner(session, self.contest, memory, workload, gpu, driver)
         self.unfinished: list[str] = []
         self.failed = 0
         self.held = 0
@@ -47,7 +47,7 @@ class Runner:
         """Race every case; once a process, each time in a fresh worker."""
         total = len(cases) * processes
         for number in range(processes):
-            self.session.device.kill()
+            self.session.fresh_device()
             for index, case in enumerate(cases):
                 if self.session.clock.over():
                     self.unfinished += [f"race {c.name} (process {number})" for c in cases[index:]]
@@ -138,7 +138,7 @@ class Runner:
         )
 
     def finish(self) -> None:
-        """Write the run's ledger."""
+        """Write the run's ledger: what its workloads spent so far, together."""
         s = self.session
         self.session.sink.write(
             Ledger(
@@ -149,5 +149,10 @@ class Runner:
                 s.misses,
                 s.clock.elapsed(),
                 self.unfinished,
+                s.cached,
+                s.loaded,
+                dict(s.purse.bounds),
+                s.purse.spent(),
+                dict(s.started),
             )
         )

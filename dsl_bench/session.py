@@ -21,7 +21,7 @@ import msgspec
 
 from dsl_bench import jobs
 from dsl_bench.catalog import Catalog, cache_dir
-from dsl_bench.errors import UsageError
+from dsl_bench.errors import RecordError, UsageError
 from dsl_bench.jobs import (
     Built,
     Candidate,
@@ -35,7 +35,9 @@ from dsl_bench.jobs import (
     Refused,
 )
 from dsl_bench.pool import Outcome, Pool, Worker
-from dsl_bench.records import CaseRef, Choice, Compiled, Record
+from dsl_bench.pruning import SMEM_LIMIT
+from dsl_bench.records import CaseRef, Choice, Compiled, Failure, Record
+from dsl_bench.spending import Purse
 
 COMPILE_SECONDS = 300.0
 #: longest silence of the device worker: the slowest step is a float64 reference of the largest case
@@ -72,6 +74,8 @@ class Settings:
     processes: int = 1
     deadline: float = DEVICE_SECONDS
     time_limit: float | None = None
+    #: False: what the kernels and the compiled code's facts would refuse is tried as well
+    prune: bool = True
     compile_workers: int = field(default_factory=lambda: max(1, (os.cpu_count() or 2) - 1))
 
 
@@ -126,18 +130,54 @@ class Session:
         self.compile_seconds: dict[str, float] = {}
         self.hits = 0
         self.misses = 0
+        self.cached = 0
+        self.purse = Purse()
+        self.started: dict[str, int] = {}
+        self._sent: set[str] = set()
+        #: bytes of shared memory that a block may use on the device
+        self.smem_limit = SMEM_LIMIT
+        self._warming: threading.Thread | None = None
+        self._cooling = threading.Event()
+        self._unplannable: set[tuple[str, str]] = set()
         self._pool: Pool | None = None
         self._built: dict[str, Built | Refused] = {}
         self._asked: set[str] = set()
+        self._unwritable: RecordError | None = None
         self._changed = threading.Condition()
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._cooling.set()
         if self._pool is not None:
             self._pool.close()
+        if self._warming is not None:
+            self._warming.join()
         self.device.kill()
+
+    # -- starting -------------------------------------------------------------------------------------
+
+    def preload(self, backends: Sequence[str]) -> None:
+        """Let the pool and the device worker import what they will need, while planning goes on here."""
+        if self._warming is not None:
+            return
+        roles = self.catalog.backends()
+        origins = tuple(roles[n][0] for n in backends if roles[n][1].role == "language")
+        job = jobs.PreloadJob(origins, self.catalog.extra)
+        for _ in range(self.settings.compile_workers if origins else 0):
+            self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: None, -1)
+
+        def warm() -> None:
+            self.device.run(job, self.settings.deadline, stop=self._cooling)
+
+        self._warming = threading.Thread(target=warm, daemon=True)
+        self._warming.start()
+
+    def _compilers(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool("compile", self.settings.compile_workers, {"CUDA_VISIBLE_DEVICES": ""})
+        return self._pool
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -160,16 +200,60 @@ class Session:
             limit,
             self.settings.seed,
             list(include),
+            self.workload_origin(cases[0].workload) if cases else None,
+            self.settings.prune,
         )
         worker = Worker("describe")
         try:
             outcome = worker.run(job, COMPILE_SECONDS)
         finally:
             worker.kill()
-        if outcome.done is None:
+        if outcome.done is not None:
+            planned = msgspec.json.decode(outcome.done.value, type=list[Planned])
+        else:
             assert outcome.refused is not None
-            raise UsageError(f"{backend} could not be planned: {outcome.refused.reason}")
-        return msgspec.json.decode(outcome.done.value, type=list[Planned])
+            planned = self._unplanned(backend, cases, kernels, outcome.refused.reason)
+        known = self.catalog.hashes()
+        return [self._noted(p, known) for p in planned]
+
+    def _unplanned(
+        self, backend: str, cases: Sequence[CaseRef], kernels: Sequence[str], reason: str
+    ) -> list[Planned]:
+        """Every kernel of a backend whose plan failed as a whole, with that as the reason."""
+        ours = [k for k in self.catalog.kernels().values() if k.id.startswith(f"{backend}/")]
+        return [
+            Planned(k.id, c, [], f"cannot be planned: {reason}", fault=True)
+            for k in ours
+            for c in cases
+            if k.workload == c.workload and (not kernels or k.id in kernels)
+        ]
+
+    def _noted(self, planned: Planned, known: dict[str, str]) -> Planned:
+        """A kernel that cannot be planned is a recorded failure and costs only itself."""
+        if planned.kernel not in known:
+            reason = "is not in its backend's description: see dsl-bench list"
+            planned = Planned(planned.kernel, planned.case, [], reason, fault=True)
+        if planned.fault and (planned.kernel, planned.case.name) not in self._unplannable:
+            self._unplannable.add((planned.kernel, planned.case.name))
+            name, case = planned.kernel.partition("/")[0], planned.case
+            failure = Failure(
+                self.run_id,
+                case.workload,
+                case.name,
+                name,
+                planned.kernel,
+                "invalid_config",
+                "plan",
+                planned.reason,
+            )
+            with self._changed:
+                self.sink.write(failure)
+        return planned
+
+    @property
+    def plan_failures(self) -> int:
+        """How many kernels could not even be planned on a case."""
+        return len(self._unplannable)
 
     # -- compiling ------------------------------------------------------------------------------------
 
@@ -180,9 +264,6 @@ class Session:
                 self.hits += 1
                 return
             self._asked.add(candidate.key)
-        if self._pool is None:
-            hidden = {"CUDA_VISIBLE_DEVICES": ""}
-            self._pool = Pool("compile", self.settings.compile_workers, hidden)
         origin, _ = self.catalog.backend(kernel.partition("/")[0])
         job = jobs.CompileJob(
             origin,
@@ -193,7 +274,7 @@ class Session:
             self.settings.arch,
             str(self.folder(candidate.key)),
         )
-        self._pool.submit(job, COMPILE_SECONDS, lambda outcome: self._compiled(job, outcome), priority)
+        self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: self._compiled(job, outcome), priority)
 
     def folder(self, key: str) -> Path:
         """Where the artifact with ``key`` lies, or will."""
@@ -211,10 +292,19 @@ class Session:
         record = self._compile_record(job, result)
         with self._changed:
             backend = job.kernel.partition("/")[0]
-            if not record.cached:
+            if record.cached:
+                self.cached += 1
+            else:
                 self.compile_seconds[backend] = self.compile_seconds.get(backend, 0.0) + record.seconds
                 self.misses += 1
-            self.sink.write(record)
+                tally = self.purse.of(backend)
+                tally.compiled += 1
+                tally.compile_seconds += record.seconds
+            try:
+                self.sink.write(record)
+            except RecordError as fault:
+                # in a thread of the pool nobody would hear of it: raised where the run waits
+                self._unwritable = fault
             self._built[job.key] = result
             self._changed.notify_all()
 
@@ -234,6 +324,8 @@ class Session:
     def built(self, key: str) -> Built | Refused | None:
         """What became of an artifact; None while it is under way."""
         with self._changed:
+            if self._unwritable is not None:
+                raise self._unwritable
             return self._built.get(key)
 
     def wait_built(self, ready: Callable[[], bool], seconds: float = 1.0) -> None:
@@ -265,11 +357,27 @@ class Session:
             else:
                 self.show.say(reply.stage)
 
+        self._sent |= {r.choice.key for r in getattr(job, "racers", ())}
+        if self._warming is not None:
+            self._warming.join()
         outcome = self.device.run(job, self.settings.deadline, hear)
         if outcome.done is not None:
             for name, seconds in outcome.done.ledger.items():
                 self.ledger[name] = self.ledger.get(name, 0.0) + seconds
+            for name, count in outcome.done.started.items():
+                self.started[name] = self.started.get(name, 0) + count
         return outcome
+
+    @property
+    def loaded(self) -> int:
+        """How many artifacts the device worker was given."""
+        return len(self._sent)
+
+    def fresh_device(self) -> None:
+        """End the device worker; the next job starts another one."""
+        if self._warming is not None:
+            self._warming.join()
+        self.device.kill()
 
     def workload_origin(self, name: str) -> Origin:
         """Where the workload called ``name`` comes from."""

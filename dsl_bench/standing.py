@@ -23,6 +23,8 @@ from dsl_bench.store import Entry
 #: fixed rates for ``sol``: dense fp16/bf16 FLOP/s at the maximum clock (4096 a clock and SM), and the bytes/s
 #: that a plain read was measured to reach
 PEAKS = {"NVIDIA H200": (132 * 4096 * 1980e6, 4.43e12)}
+#: a share of them that no correct measurement exceeds
+IMPLAUSIBLE = 1.05
 
 Known = Mapping[tuple[str, str], CaseRef]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import lzma
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from dsl_bench import records
 from dsl_bench.errors import RecordError, UsageError
-from dsl_bench.records import Accuracy, Compiled, Race, Record, RunHeader, Trial, Tuned
+from dsl_bench.records import Accuracy, Compiled, Pruned, Race, Record, RunHeader, Trial, Tuned
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,17 +32,22 @@ if TYPE_CHECKING:
 ENV_RESULTS = "DSL_BENCH_RESULTS"
 #: everything under results/ together: a clone stays small for good
 MOST_BYTES = 6_000_000
+#: how every line of ours begins, and the reason given for one that a killed run left unfinished
+_START, _CUT = b'{"type":"', "cut off"
 
 
 class Writer:
     """Appends records to the file at ``path``, each on disk before ``write`` returns.
 
-    Raises RecordError at once where the file cannot be written, so that nothing is measured in vain.
+    Raises RecordError at once where the file cannot be written, so that nothing is measured in vain, and
+    UsageError where it holds something else than results: that is never appended to.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
+            if path.is_file() and path.stat().st_size and not _ours(path):
+                raise UsageError(f"{path} is not a results file of dsl-bench; it is left as it is")
             path.parent.mkdir(parents=True, exist_ok=True)
             # unbuffered: what a full disk refused must not be tried again on closing
             self._file = path.open("ab", buffering=0)
@@ -57,7 +63,11 @@ class Writer:
                 self._put(b"\n")
 
     def _put(self, data: bytes) -> None:
-        if self._file.write(data) != len(data):
+        end = os.fstat(self._file.fileno()).st_size
+        written = self._file.write(data)
+        if written != len(data):
+            if written:  # what there was room for is no line
+                os.ftruncate(self._file.fileno(), end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(self._file.fileno())
 
@@ -95,18 +105,25 @@ class Problem:
     line: int
     reason: str
 
+    @property
+    def cut(self) -> bool:
+        """Whether the line is the beginning of a record that a killed run did not finish."""
+        return self.reason.startswith(_CUT)
+
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.reason}"
 
 
-def read(paths: Iterable[Path | str]) -> tuple[list[Record], list[Problem]]:
+def read(paths: Iterable[Path | str], trials: bool = False) -> tuple[list[Record], list[Problem]]:
     """All records of the files (and of the ``.jsonl`` files below the folders) at ``paths``, in file order,
-    and the lines that held none. A race that lies in several files (a run and its promoted copy) is one race
-    and is returned once. Raises UsageError for a path that does not exist."""
+    and the lines that held none. With ``trials`` also of the compressed files in folders, which hold what
+    searches tried and no report needs; a file that is named is read whatever its kind. A race that lies in
+    several files (a run and its promoted copy) is one race and is returned once. Raises UsageError for a path
+    that does not exist."""
     found: list[Record] = []
     problems: list[Problem] = []
     earlier: set[bytes] = set()
-    for path in _files(paths):
+    for path in _files(paths, (".jsonl", ".jsonl.xz") if trials else (".jsonl",)):
         mine: set[bytes] = set()
         for number, outcome in _lines(path):
             if isinstance(outcome, str):
@@ -125,24 +142,25 @@ def _identity(record: Record) -> bytes:
     return hashlib.sha256(records.encode(record)).digest() if isinstance(record, Race) else b""
 
 
-def _files(paths: Iterable[Path | str]) -> list[Path]:
+def _files(paths: Iterable[Path | str], endings: tuple[str, ...]) -> list[Path]:
     chosen: dict[Path, Path] = {}
     for given in map(Path, paths):
         if not given.exists():
             raise UsageError(f"no results at {given}")
-        inside = sorted(given.rglob("*.jsonl")) if given.is_dir() else [given]
+        below = (p for p in given.rglob("*") if p.name.endswith(endings)) if given.is_dir() else ()
+        inside = sorted(below) if given.is_dir() else [given]
         chosen.update({path.resolve(): path for path in inside})
     return list(chosen.values())
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Record | str]]:
     try:
-        with path.open("rb") as file:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, _parse(line)
-    except OSError as fault:
-        yield 0, f"cannot be read: {fault.strerror or fault}"
+    except (OSError, EOFError, lzma.LZMAError) as fault:
+        yield 0, f"cannot be read: {getattr(fault, 'strerror', None) or fault}"
 
 
 def _parse(line: bytes) -> Record | str:
@@ -152,11 +170,20 @@ def _parse(line: bytes) -> Record | str:
     except msgspec.ValidationError as fault:
         return f"not a record of dsl_bench ({fault})"
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        cut = "" if line.endswith(b"\n") else ", cut off at the end of the file"
-        return f"not JSON{cut} ({fault})"
+        if line.startswith(_START) and "truncated" in str(fault):
+            return f"{_CUT}: the run was killed while it wrote this line"
+        return f"not JSON ({fault})"
     if isinstance(record, RunHeader) and record.schema > records.SCHEMA:
         return f"written by a newer dsl_bench (schema {record.schema}, this one reads up to {records.SCHEMA})"
     return record
+
+
+def _ours(path: Path) -> bool:
+    """Whether a file holds a record, or the beginning of one."""
+    for _, outcome in _lines(path):
+        if not isinstance(outcome, str) or outcome.startswith((_CUT, "written by a newer")):
+            return True
+    return False
 
 
 def default_paths() -> list[Path]:
@@ -177,16 +204,22 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def promote(run_file: Path | str, name: str = "") -> Path:
+def promote(
+    run_file: Path | str, name: str = "", force: bool = False, say: Callable[[str], None] = lambda text: None
+) -> Path:
     """Copy a run's file to ``results/<gpu>/<utc>-<name>.jsonl`` and return that path.
 
-    Leaves out what no report reads: trials, and artifacts of configs that were not near the winner (the
-    number of trials stays in each ``tuned`` line). Raises RecordError for a file with unreadable lines,
-    without a GPU or without results, and where results/ would exceed its bound.
+    Leaves out what no report reads: trials, what was pruned, and artifacts of configs that were not near the
+    winner (the number of trials stays in each ``tuned`` line); and, with a word to ``say``, lines that a
+    killed run left unfinished. Raises RecordError for a file with other unreadable lines, without a GPU or
+    without results, where results/ would exceed its bound, and, without ``force``, where the target holds
+    something else.
     """
     found, problems = read([run_file])
-    if problems:
-        raise RecordError(f"{problems[0]}; mend or remove the line before recording")
+    for problem in problems:
+        if not problem.cut:
+            raise RecordError(f"{problem}; mend or remove the line before recording")
+        say(f"left out {problem}")
     header = next((r for r in found if isinstance(r, RunHeader)), None)
     gpu = str(header.environment.get("gpu", "")) if header else ""
     kept = _worth_keeping(found)
@@ -195,6 +228,8 @@ def promote(run_file: Path | str, name: str = "") -> Path:
     stamp = re.sub(r"[^0-9TZ]", "", header.started.partition("+")[0]) + "Z"
     target = results_folder() / slug(gpu) / f"{stamp}-{slug(name) or slug(header.run_id)}.jsonl"
     data = b"".join(records.encode(_public(r)) + b"\n" for r in kept)
+    if target.exists() and not force and target.read_bytes() != data:
+        raise RecordError(f"{target} is there already, with other results: give another --name, or --force")
     _check_room(target, len(data))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -219,7 +254,9 @@ def _worth_keeping(found: Sequence[Record]) -> list[Record]:
     keys = {c.key for r in found if isinstance(r, Tuned) for c in r.near}
     keys |= {p.key for r in found if isinstance(r, Race) for p in r.participants}
     return [
-        r for r in found if not isinstance(r, Trial) and not (isinstance(r, Compiled) and r.key not in keys)
+        r
+        for r in found
+        if not isinstance(r, Trial | Pruned) and not (isinstance(r, Compiled) and r.key not in keys)
     ]
 
 

@@ -17,6 +17,8 @@ Row = Mapping[str, Any]
 
 #: wide enough for any row when nobody's terminal sets a width
 _WIDE = 400
+#: the fewest characters a long column may be folded to before a table gives way to blocks of lines
+_LEAST = 16
 
 
 def render(rows: Sequence[Row], fmt: str, columns: Sequence[str] | None = None) -> str:
@@ -58,7 +60,8 @@ def plain(value: Any) -> Any:
 
 
 def _json(rows: Sequence[Row], names: Sequence[str]) -> str:
-    lines = [json.dumps({n: plain(row.get(n)) for n in names}, ensure_ascii=False) for row in rows]
+    ascii_only = not _unicode()
+    lines = [json.dumps({n: plain(row.get(n)) for n in names}, ensure_ascii=ascii_only) for row in rows]
     return "[\n" + ",\n".join(lines) + "\n]" if lines else "[]"
 
 
@@ -97,18 +100,46 @@ def _numeric(values: Sequence[Any]) -> bool:
     return bool(present) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in present)
 
 
+def _unicode() -> bool:
+    """Whether standard output takes more than ASCII."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+
+
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    cells = [[cell(row.get(n)) for n in names] for row in rows]
+    out = io.StringIO()
+    console = Console(
+        file=out, width=None if sys.stdout.isatty() else _WIDE, markup=False, highlight=False, emoji=False
+    )
+    if _too_narrow(cells, names, console.width):
+        return _blocks(cells, names)
+    plain_box = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
+    table = Table(box=box.SIMPLE if _unicode() else plain_box, pad_edge=False)
     for name in names:
         right = _numeric([row.get(name) for row in rows])
         table.add_column(name, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(row.get(n)) for n in names))
-    out = io.StringIO()
-    width = None if sys.stdout.isatty() else _WIDE
-    Console(file=out, width=width, markup=False, highlight=False, emoji=False).print(table)
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+
+
+def _too_narrow(cells: Sequence[Sequence[str]], names: Sequence[str], width: int) -> bool:
+    """Whether the columns would be folded to unreadable ones: each can give way to :data:`_LEAST` only."""
+    columns = range(len(names))
+    longest = [max([len(names[i]), *(len(line[i]) for line in cells)]) for i in columns]
+    return sum(min(n, _LEAST) for n in longest) + 2 * len(names) > width
+
+
+def _blocks(cells: Sequence[Sequence[str]], names: Sequence[str]) -> str:
+    """A row as lines of ``name  value``, for a terminal on which a table would not be readable."""
+    pad = max((len(n) for n in names), default=0)
+    blocks = [
+        "\n".join(f"{n:<{pad}}  {text}" for n, text in zip(names, line, strict=True) if text)
+        for line in cells
+    ]
+    return "\n\n".join(blocks)

@@ -25,6 +25,7 @@ __all__ = [
     "Sampler",
     "bandwidth",
     "copy_bandwidth",
+    "cuda",
     "cupti_time",
     "known_kernel",
     "l2_knee",

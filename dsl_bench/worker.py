@@ -6,28 +6,31 @@ print goes to stderr; the parent keeps that as the log of a death.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import json
 import os
-import random
+import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from dsl_bench import jobs, registry
-from dsl_bench.artifacts import compile_artifact, from_ref, one_line, to_ref
+from dsl_bench import jobs, planning, registry
+from dsl_bench.artifacts import compile_artifact, one_line, to_ref
 from dsl_bench.backend import Backend, Target
-from dsl_bench.errors import KernelFault
+from dsl_bench.errors import KernelFault, UsageError
 from dsl_bench.jobs import Origin
 from dsl_bench.kernel import Kernel
 from dsl_bench.records import CaseRef
-from dsl_bench.workload import Case
+from dsl_bench.workload import Case, Workload
 
 TARGETS: tuple[Target, ...] = ("device", "interpret", "compile")
+#: of the host's free memory, what an interpreted kernel may take
+HOST_SHARE = 0.8
 
 
 class Worker:
@@ -44,13 +47,17 @@ class Worker:
         match job:
             case jobs.Describe():
                 return describe(self.shelf, job)
+            case jobs.ProbeJob():
+                backend = self.shelf.backend(job.origin)
+                return {t: _target(backend, t) for t in TARGETS if t in job.targets}
             case jobs.ParseCases():
-                workload = self.shelf.workload(job.workload)
-                return [to_ref(workload.parse_case(given)) for given in job.given]
+                return parse_cases(self.shelf.workload(job.workload), job)
             case jobs.PlanJob():
                 return plan(self.shelf, job)
             case jobs.CompileJob():
                 return compile_artifact(self.shelf, job)
+            case jobs.PreloadJob():
+                return self._preload(job)
             case _:
                 return self._on_device(job)
 
@@ -60,6 +67,18 @@ class Worker:
         if self._device is None:
             self._device = bench.Bench(self.shelf, self.send, interpret=self.role == "interpret")
         return self._device.handle(job)
+
+    def _preload(self, job: jobs.PreloadJob) -> int:
+        """Import the backends' kernels and languages. The device role makes its context instead: there a
+        plugin's import is watched, kernel by kernel."""
+        if self.role == "device":
+            from dsl_bench import bench
+
+            self._device = self._device or bench.Bench(self.shelf, self.send, interpret=False)
+        else:
+            for origin in job.backends:
+                self.shelf.kernels(origin, job.extra)
+        return len(job.backends)
 
     def ledger(self) -> dict[str, float]:
         """Seconds by activity of the job just done (device role only)."""
@@ -92,17 +111,11 @@ def describe(shelf: registry.Shelf, job: jobs.Describe) -> jobs.Described:
 def _describe_backend(
     shelf: registry.Shelf, origin: Origin, backend: Backend, extra: tuple[Origin, ...]
 ) -> jobs.BackendInfo:
-    targets: dict[str, jobs.TargetInfo] = {}
-    for target in TARGETS:
-        got = backend.probe(target)
-        targets[target] = jobs.TargetInfo(got.ready, got.reason, got.hint)
+    targets: dict[str, jobs.TargetInfo] = {t: _target(backend, t) for t in TARGETS}
     kernels: list[jobs.KernelInfo] = []
-    problems: list[str] = []
     if any(t.ready for t in targets.values()):
-        try:
-            kernels = [_kernel_info(k, origin) for k in shelf.kernels(origin, extra).values()]
-        except Exception as fault:
-            problems.append(f"kernels: {one_line(fault)}")
+        kernels = [_kernel_info(k, shelf.owner(k.id)) for k in shelf.kernels(origin, extra).values()]
+    problems = list(shelf.problems.get(origin, ()))
     versions = backend.versions() if kernels else {}
     return jobs.BackendInfo(
         backend.name,
@@ -113,6 +126,11 @@ def _describe_backend(
         kernels,
         problems,
     )
+
+
+def _target(backend: Backend, target: Target) -> jobs.TargetInfo:
+    got = backend.probe(target)
+    return jobs.TargetInfo(got.ready, got.reason, got.hint)
 
 
 def _kernel_info(kernel: Kernel, origin: Origin) -> jobs.KernelInfo:
@@ -126,67 +144,64 @@ def _kernel_info(kernel: Kernel, origin: Origin) -> jobs.KernelInfo:
         unmet=registry.unmet(kernel.needs),
         lines=registry.source_lines(kernel),
         origin=origin,
+        files=tuple(str(path) for path in registry.kernel_files(kernel)),
     )
+
+
+def parse_cases(workload: Workload, job: jobs.ParseCases) -> list[CaseRef]:
+    """The cases that a user gave by their parameters, whatever the letters' case, or by name.
+
+    Raises UsageError that says where a bad one was read. A name that no size has is left out."""
+    known = {p.lower(): p for p in (*workload.param_names, "dtype")}
+    found = []
+    for number, given in enumerate(job.given):
+        try:
+            case = workload.parse_case({known.get(k.lower(), k): v for k, v in given.items()})
+        except UsageError as fault:
+            where = job.where[number] if number < len(job.where) else ""
+            raise UsageError(f"{where}: {fault}" if where else str(fault)) from fault
+        found.append(to_ref(case))
+    return found + [to_ref(c) for c in (_case_called(workload, n) for n in job.names) if c is not None]
+
+
+def _case_called(workload: Workload, name: str) -> Case | None:
+    """The user's own size that results show as ``name`` (``4096x5120x2560-bf16``), if there is one."""
+    sizes, _, dtype = name.rpartition("-")
+    values = sizes.split("x")
+    if len(values) != len(workload.param_names):
+        return None
+    try:
+        case = workload.parse_case({**dict(zip(workload.param_names, values, strict=True)), "dtype": dtype})
+    except UsageError:
+        return None
+    return case if case.name == name else None
 
 
 def plan(shelf: registry.Shelf, job: jobs.PlanJob) -> list[jobs.Planned]:
     """For every kernel and case: what could run, default first, then seeds, then the rest of the space."""
     backend = shelf.backend(job.backend)
     toolchain = backend.toolchain()
+    workload = shelf.workload(job.workload) if job.workload else None
     rows = []
     for kernel in shelf.kernels(job.backend, job.extra).values():
         if job.kernels and kernel.id not in job.kernels:
             continue
         source = registry.source_hash(kernel)
-        rows += [
-            _plan_case(kernel, source, c, toolchain, job) for c in job.cases if c.workload == kernel.workload
-        ]
+        for case in job.cases:
+            if case.workload != kernel.workload:
+                continue
+            try:
+                rows.append(planning.plan_case(kernel, source, case, toolchain, job, workload))
+            except Exception as fault:
+                reason = f"cannot be planned: {one_line(fault)}"
+                rows.append(jobs.Planned(kernel.id, case, [], reason, fault=True))
     return rows
-
-
-def _plan_case(kernel: Kernel, source: str, ref: CaseRef, toolchain: str, job: jobs.PlanJob) -> jobs.Planned:
-    reason = registry.unmet(kernel.needs, job.arch)
-    if reason:
-        return jobs.Planned(kernel.id, ref, [], reason)
-    case = from_ref(ref)
-    candidates: dict[str, jobs.Candidate] = {}
-    pruned: dict[str, int] = {}
-    for rank, config in _ranked(kernel, case, job):
-        if rank == 2 and 0 <= job.limit <= len(candidates):
-            break
-        name = json.dumps(config, sort_keys=True)
-        if name in candidates:
-            continue
-        why = kernel.valid(case, config)
-        if why is not None:
-            pruned[why] = pruned.get(why, 0) + 1
-            continue
-        static = dict(kernel.static(case, config))
-        key = registry.artifact_key(source, json.dumps(static, sort_keys=True).encode(), toolchain, job.arch)
-        candidates[name] = jobs.Candidate(config, key, static, rank)
-    reason = "" if candidates else max(pruned, key=lambda k: pruned[k], default="the space is empty")
-    return jobs.Planned(kernel.id, ref, list(candidates.values()), reason, pruned)
-
-
-def _ranked(kernel: Kernel, case: Case, job: jobs.PlanJob) -> Iterator[tuple[int, dict[str, Any]]]:
-    yield 0, dict(kernel.default(case))
-    for config in kernel.seeds(case):
-        yield 1, dict(config)
-    for wanted in job.include:
-        if (wanted.kernel, wanted.case) == (kernel.id, case.name):
-            yield 1, dict(wanted.config)
-    if job.limit:
-        rest = list(kernel.configs())
-        if job.limit > 0:
-            random.Random(job.seed).shuffle(rest)
-        for config in rest:
-            yield 2, config
 
 
 def _refusal(fault: BaseException, role: str) -> jobs.Refused:
     text = traceback.format_exc()
     if isinstance(fault, KernelFault):
-        return jobs.Refused(fault.status, fault.reason, fault.check, text)
+        return jobs.Refused(fault.status, fault.reason, fault.check, text, fault.fatal)
     status = "compile_error" if role == "compile" else "launch_error"
     name = type(fault).__name__
     if name in ("OutOfMemoryError", "MemoryError"):
@@ -205,9 +220,60 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
+def _leave_nobody() -> None:
+    """Start a process that outlives this one, however that ends, by a moment: it ends the whole group, and
+    with it the compilers and whatever else was started here. They would not hear of the parent's death."""
+    us = os.getpid()
+    if os.fork():
+        return
+    for stream in (0, 1, 2):
+        os.close(stream)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() == us:
+        signal.sigwait({signal.SIGTERM})
+    os.killpg(0, signal.SIGKILL)
+
+
+def _bound_memory() -> None:
+    """A kernel that takes all of the host's memory is refused it before the system picks a victim."""
+    sizes = []
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            sizes.append(int(line.split()[1]) << 10)
+    with contextlib.suppress(OSError, ValueError):  # no bound reads "max"
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if sizes:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(HOST_SHARE * min(sizes)), hard))
+
+
+def _count_programs() -> dict[str, int]:
+    """Counts, by name, the programs that this process will start: an assembler among those of the device
+    worker means that something was compiled there, which the pool should have done."""
+    started: dict[str, int] = {}
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.posix_spawn", "os.system"):
+            name = os.path.basename(str(args[0]).split(" ")[0])  # noqa: PTH119 (cheap: it may run often)
+            started[name] = started.get(name, 0) + 1
+
+    sys.addaudithook(hear)
+    return started
+
+
+def _taken(counts: dict[str, int]) -> dict[str, int]:
+    taken = dict(counts)
+    counts.clear()
+    return taken
+
+
 def main(role: str) -> None:
     """Serve jobs until stdin closes."""
     _follow_parent()
+    _leave_nobody()
+    if role == "interpret":
+        _bound_memory()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -215,11 +281,12 @@ def main(role: str) -> None:
     def send(reply: jobs.Reply) -> None:
         replies.write(jobs.encoder.encode(reply) + b"\n")
 
+    started = _count_programs()
     worker = Worker(role, send)
     for line in sys.stdin.buffer:
         try:
             value = worker.handle(jobs.job_decoder.decode(line))
-            send(jobs.Done(msgspec.Raw(jobs.encoder.encode(value)), worker.ledger()))
+            send(jobs.Done(msgspec.Raw(jobs.encoder.encode(value)), worker.ledger(), _taken(started)))
         except BaseException as fault:
             send(_refusal(fault, role))
 

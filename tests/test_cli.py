@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
+
+from dsl_bench import console, tables
 
 
 def dsl_bench(*args, cwd, env=None, timeout=240):
@@ -34,6 +39,16 @@ def dsl_bench(*args, cwd, env=None, timeout=240):
         (("run", "gemm", "--cases", "none.csv"), 2, ("none.csv",)),
         (("run", "gemm", "--resume", "none.jsonl"), 2, ("none.jsonl",)),
         (("run", "gemm", "--case", "nothing-like-this*"), 3, ("nothing-like-this",)),
+        (("run", "gemm", "--case", "*4096*", "--case", "16x16-bf16"), 3, ("'16x16-bf16'",)),
+        (("run", "gemm", "--case", ""), 2, ("--case",)),
+        (("run", "gemm", "--case", "m=4,n=4,k=4,M=5"), 2, ("'M'", "twice")),
+        (("run", "gemm", "--time-limit", "-1"), 2, ("--time-limit",)),
+        (("run", "gemm", "--winners", "none.jsonl"), 2, ("none.jsonl",)),
+        (("run", "gemm", "--resume", "none.jsonl", "--out", "b.jsonl"), 2, ("none.jsonl",)),
+        (("plan", "gemm"), 3, ("no language backend",)),
+        (("inspect", "gemm"), 3, ("no language backend",)),
+        (("report", "-g", "skiny"), 2, ("'skiny'", "skinny")),
+        (("report", "--readme", "none.md"), 2, ("none.md",)),
         (("tune", "gemm", "--strategy", "anneal"), 2, ("'anneal'", "random")),
         (("run", "--target", "moon"), 2, ("moon",)),
         (("runn",), 2, ("runn",)),
@@ -75,7 +90,119 @@ def test_help_lists_every_command(tmp_path):
         assert command in done.stdout
 
 
+def test_case_files_name_the_line_at_fault(tmp_path):
+    for text, words in (
+        ("M,N,K\n4,4,4\n4,x,4\n", "cases.csv:3: gemm: n='x'"),
+        ("m,n,k\n4,4,4,5\n", "cases.csv:2: more cells"),
+        ("m,n,k,m\n4,4,4,5\n", "cases.csv:1: the column 'm' is there twice"),
+        ("m,n,k\n", "cases.csv: no case"),
+    ):
+        (tmp_path / "cases.csv").write_text(text)
+        done = dsl_bench("plan", "gemm", "--cases", "cases.csv", cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr
+
+
+def test_own_sizes_may_be_given_by_the_name_that_results_show(tmp_path):
+    args = ("plan", "gemm", "--case", "40x56x72-fp16", "-b", "cuda", "-f", "json")
+    done = dsl_bench(*args, cwd=tmp_path, env={"DSL_BENCH_BACKENDS": "cuda"})
+    assert done.returncode == 0, done.stderr
+    assert {r["case"] for r in json.loads(done.stdout)} == {"40x56x72-fp16"}
+
+
+def test_a_file_that_is_no_results_file_is_left_as_it_is(tmp_path):
+    (tmp_path / "notes.md").write_text("# mine\n")
+    env = {"DSL_BENCH_BACKENDS": "cuda"}
+    for option in ("--out", "--resume"):
+        done = dsl_bench("run", "gemm", option, "notes.md", cwd=tmp_path, env=env)
+        assert done.returncode == 2
+        assert "notes.md is not a results file" in done.stderr
+    assert (tmp_path / "notes.md").read_text() == "# mine\n"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    env = {"DSL_BENCH_BACKENDS": "cuda", "DSL_BENCH_CACHE_DIR": str(tmp_path / "file")}
+    done = dsl_bench("run", "gemm", cwd=tmp_path, env=env)
+    assert done.returncode == 2
+    assert f"cannot write to the cache {tmp_path / 'file'}" in done.stderr
+    assert "DSL_BENCH_CACHE_DIR" in done.stderr
+
+
+def test_warnings_about_a_foreign_file_are_few(tmp_path):
+    (tmp_path / "notes.md").write_text("text\n" * 100)
+    done = dsl_bench("report", "-r", "notes.md", cwd=tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.count("warning:") == 6
+    assert "95 more" in done.stderr
+
+
+def test_a_full_disk_a_closed_pipe_and_an_ascii_terminal_give_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "dsl_bench", "list"]
+    env = {**os.environ, "DSL_BENCH_BACKENDS": ""}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == "dsl-bench: cannot write the output: No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+    done = dsl_bench("list", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "?" not in done.stdout
+
+
+@pytest.mark.parametrize("seconds", [0.15, 0.6])
+def test_an_early_interrupt_is_one_line(tmp_path, seconds):
+    command = [sys.executable, "-m", "dsl_bench", "list"]
+    env = {**os.environ, "DSL_BENCH_CACHE_DIR": str(tmp_path / "cache")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    # Python makes an interrupt of an import a death by the signal: a shell shows 130 for both
+    assert process.returncode in (130, -signal.SIGINT), stderr
+    assert (stdout, stderr) == ("", "dsl-bench: interrupted\n")
+
+
+def test_plain_progress_reaches_its_end(capsys):
+    advance = console.plain_lines()
+    for done in range(24):
+        advance("compiled", done, 23)
+    advance("compiled", 23, 23)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "compiled 23/23"
+    assert lines.count("compiled 23/23") == 1
+    assert len(lines) <= 13
+
+
+def test_a_narrow_terminal_gets_blocks_of_lines(monkeypatch):
+    row = dict.fromkeys("abcdef", "a long text that would be folded")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: True, raising=False)
+    text = tables.render([row, row], "table")
+    assert text.splitlines()[0] == "a  a long text that would be folded"
+    monkeypatch.setenv("COLUMNS", "300")
+    assert tables.render([row, row], "table").count("a long text that would be folded") == 12
+
+
+def test_the_package_completes_its_public_names():
+    import dsl_bench
+
+    assert set(dsl_bench.__all__) <= set(dir(dsl_bench))
+
+
 def test_a_run_without_any_language_says_so(tmp_path):
     done = dsl_bench("run", "gemm", cwd=tmp_path)
     assert done.returncode == 3
     assert "no language backend to run" in done.stderr
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="for machines without a GPU")
+def test_doctor_fails_where_speed_cannot_be_measured(tmp_path):
+    done = dsl_bench("doctor", "-f", "json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)[-1]["verdict"] == "not fit"

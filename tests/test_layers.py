@@ -114,6 +114,7 @@ def test_public_names() -> None:
     assert dsl_bench.__all__ == ["best", "fraction_of", "geomean", "load_results", "run", "tune"]
     assert dsl_bench.plugin.__all__ == [
         "API_VERSION",
+        "DTYPES",
         "Artifact",
         "Availability",
         "Backend",
@@ -130,6 +131,7 @@ def test_public_names() -> None:
         "UsageError",
         "Workload",
         "cubin_facts",
+        "int_list",
         "positive_int",
     ]
     for name in dsl_bench.__all__:

@@ -150,11 +150,311 @@ def test_two_plugins_of_one_name_are_both_refused(install: Install, cli: Any) ->
         assert "dsl-bench-other" in row["reason"]
 
 
-def test_a_plugin_can_be_one_file(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSL_BENCH_BACKENDS", "numpyref")
-    (tmp_path / "mine.py").write_text((FIXTURE / PACKAGE / "__init__.py").read_text())
-    done = cli(*RUN, "--plugin", "mine.py")
+def test_a_plugin_can_be_one_file(single: Single, cli: Any) -> None:
+    single()
+    # the same file twice is one plugin
+    done = cli(*MINE, "--plugin", "./mine.py")
     assert done.returncode == 0, done.stderr
     done = cli("list", "--plugin", "missing.py")
     assert done.returncode == 2
     assert "missing.py" in done.stderr
+
+
+# -- plugins of one file ----------------------------------------------------------------------------------
+
+MINE = (
+    "run",
+    "gemm",
+    "--plugin",
+    "mine.py",
+    "--target",
+    "interpret",
+    "--out",
+    "run.jsonl",
+    "--format",
+    "json",
+)
+SMALL = ("--case", "m=16,n=32,k=16,dtype=fp16")
+KERNEL = """
+from mine_base import GEMM
+import dataclasses
+from dsl_bench.plugin import Kernel
+def make(**changes):
+    return dataclasses.replace(GEMM, **changes)
+"""
+Single = Callable[..., Path]
+
+
+@pytest.fixture
+def single(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Single:
+    """Writes the plugin as one file, ``mine.py`` with the backend ``mine``, changed by plain replacements."""
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "")
+
+    def write(changes: dict[str, str] | None = None, name: str = "mine") -> Path:
+        text = (FIXTURE / PACKAGE / "__init__.py").read_text().replace("numpyref", name)
+        for old, new in (changes or {}).items():
+            assert old in text, "the text is not in the plugin any more"
+            text = text.replace(old, new)
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def rows_of(cli: Any, *args: str, code: int = 0) -> list[dict[str, Any]]:
+    done = cli(*args)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def row(rows: list[dict[str, Any]], name: str, kind: str = "") -> dict[str, Any]:
+    (found,) = (r for r in rows if r.get("name") == name and (not kind or r["kind"] == kind))
+    return found
+
+
+def kept(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["type"] == kind]
+
+
+LIST = ("list", "--format", "json", "--plugin", "mine.py")
+
+
+def test_a_folder_of_a_packages_name_hides_nothing(single: Single, cli: Any, tmp_path: Path) -> None:
+    single()
+    for name in ("triton", "kernels", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    for path in ("", os.pathsep):
+        command = [sys.executable, "-P", "-m", "dsl_bench", *MINE, *SMALL]
+        env = {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_was_not_ready_is_asked_again(single: Single, cli: Any, tmp_path: Path) -> None:
+    there = f'__import__("os").path.exists({str(tmp_path / "ok")!r})'
+    single({'target == "interpret"': f'target == "interpret" and {there}'})
+    assert row(rows_of(cli, *LIST), "mine")["state"] == "unavailable"
+    (tmp_path / "ok").touch()
+    assert row(rows_of(cli, *LIST), "mine")["state"] == "ready"
+
+
+def test_a_helper_file_counts_into_the_hash(single: Single, cli: Any, tmp_path: Path) -> None:
+    single({'    summary="blocks': '    files=("table.txt",),\n    summary="blocks'})
+    hashes = set()
+    for text in ("one", "two"):
+        (tmp_path / "table.txt").write_text(text)
+        assert cli(*MINE, *SMALL).returncode == 0
+        hashes = {r["kernel_hash"] for r in kept(tmp_path, "interpret")}
+    assert len(hashes) == 2
+    (tmp_path / "table.txt").unlink()
+    lost = row(rows_of(cli, *LIST), "mine")
+    assert lost["state"] == "failed"
+    assert "table.txt" in lost["reason"]
+
+
+@pytest.fixture
+def package(single: Single, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A backend whose kernels lie in modules of a package, one of which is broken."""
+    site = tmp_path / "site"
+    folder = site / "mine_kernels"
+    folder.mkdir(parents=True)
+    base = single().read_text().replace("BACKEND = NumpyRef()", "")
+    (site / "mine_base.py").write_text(base)
+    single(
+        {'name = "mine"': 'name = "mine"\n    kernel_package = "mine_kernels"', "def kernels": "def _unused"}
+    )
+    (folder / "__init__.py").touch()
+    (folder / "good.py").write_text(KERNEL + "KERNELS = (GEMM,)")
+    (folder / "other.py").write_text(KERNEL + "KERNELS = (make(id='mine/other'),)")
+    (folder / "bad.py").write_text("\nKERNELS = (no_such_name,)\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    return folder
+
+
+def test_a_broken_kernel_file_costs_its_own_kernels_only(package: Path, cli: Any, tmp_path: Path) -> None:
+    listed = rows_of(cli, *LIST)
+    assert row(listed, "mine", "file")["state"] == "failed"
+    assert re.search(r"mine_kernels\.bad.*NameError.*bad\.py:2", row(listed, "mine", "file")["reason"])
+    assert {r["name"] for r in listed if r["kind"] == "kernel"} == {"mine/gemm", "mine/other"}
+    assert cli("list", "--strict", "--plugin", "mine.py").returncode == 1
+    shown = rows_of(cli, *MINE, *SMALL, code=1)
+    assert [r["kernel"] for r in shown if r["what"] == "interpret"] == ["mine/gemm", "mine/other"]
+    (failure,) = (r for r in shown if r["what"] == "failure")
+    assert "bad.py:2" in failure["result"]
+    done = cli("plan", "gemm", "-k", "mine/bad", "--plugin", "mine.py")
+    assert done.returncode == 2
+    assert "not loaded: mine" in done.stderr
+    (package / "bad.py").write_text("KERNELS = ()")
+    assert row(rows_of(cli, *LIST), "mine", "file")["state"] == "ready", "no problem is cached"
+
+
+def test_a_kernel_that_cannot_be_planned_is_a_failure_and_the_rest_goes_on(
+    package: Path, cli: Any, tmp_path: Path
+) -> None:
+    (package / "bad.py").write_text(KERNEL + "KERNELS = (make(id='mine/bad', default=lambda case: 1 / 0),)")
+    shown = rows_of(cli, *MINE, *SMALL, code=1)
+    assert [r["kernel"] for r in shown if r["what"] == "interpret"] == ["mine/gemm", "mine/other"]
+    (failure,) = kept(tmp_path, "failure")
+    assert (failure["kernel"], failure["where"]) == ("mine/bad", "plan")
+    assert "ZeroDivisionError" in failure["reason"]
+    done = cli(*MINE, *SMALL, "-k", "mine/gemm")
+    assert done.returncode == 0, done.stdout
+    # the worst: the process that plans is gone
+    (package / "bad.py").write_text(
+        KERNEL + "import os\nKERNELS = (make(id='mine/bad', default=lambda case: os._exit(7)),)"
+    )
+    shown = rows_of(cli, *MINE, *SMALL, code=1)
+    assert all("cannot be planned" in r["result"] for r in shown if r["what"] == "failure")
+    assert {r["kernel"] for r in shown if r["what"] == "failure"} == {"mine/bad", "mine/gemm", "mine/other"}
+
+
+def test_a_second_kernel_of_a_name_is_left_out(
+    single: Single, package: Path, cli: Any, tmp_path: Path
+) -> None:
+    (package / "bad.py").unlink()
+    (tmp_path / "more.py").write_text(
+        KERNEL
+        + "KERNELS = (make(id='mine/gemm', summary='mine'), make(id='mine/new'), make(id='nobody/gemm'))"
+    )
+    listed = rows_of(cli, *LIST, "--plugin", "more.py")
+    more = row(listed, "more")
+    assert more["state"] == "failed"
+    assert "mine/gemm" in more["reason"]
+    assert "mine.py" in more["reason"]
+    assert row(listed, "mine", "file")["state"] == "ready"
+    assert "blocks of rows" in row(listed, "mine/gemm")["reason"], "the backend's own stays"
+    assert row(listed, "mine/new")["state"] == "ready"
+    assert row(listed, "nobody/gemm")["state"] == "unavailable"
+    assert "no backend 'nobody'" in row(listed, "nobody/gemm")["reason"]
+    shown = rows_of(cli, *MINE, *SMALL, "--plugin", "more.py", code=1)
+    assert sorted(r["kernel"] for r in shown if r["what"] == "interpret") == [
+        "mine/gemm",
+        "mine/new",
+        "mine/other",
+    ]
+    done = cli("check", "-k", "nobody/gemm", "--plugin", "mine.py", "--plugin", "more.py")
+    assert done.returncode == 2
+    assert "unknown backend 'nobody'" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["raise RuntimeError('no such luck')", "import os; os._exit(3)", "x = 1"])
+def test_a_broken_file_beside_a_good_one_costs_nobody_else(
+    single: Single, cli: Any, tmp_path: Path, text: str
+) -> None:
+    single()
+    (tmp_path / "broken.py").write_text(text)
+    shown = rows_of(cli, *MINE, *SMALL, "--plugin", "broken.py", code=1)
+    assert [r["status"] for r in shown if r["what"] == "interpret"] == ["ok"]
+    assert [r["kernel"] for r in shown if r["what"] == "failure"] == ["broken"]
+
+
+def test_what_an_interpreter_cannot_do_is_no_failure(single: Single, cli: Any) -> None:
+    single(
+        {
+            "return None if case.dtype": "return None  #",
+            "import Availability": "import KernelFault, Availability",
+            "    a, b, c = inputs": "    if case.dtype == 'bf16':\n"
+            "        raise KernelFault('unavailable', 'it knows no bf16')\n    a, b, c = inputs",
+        }
+    )
+    shown = rows_of(cli, *MINE, "--case", "m=16,n=32,k=16")
+    (skip,) = (r for r in shown if r["case"] == "16x32x16-bf16")
+    assert (skip["what"], skip["status"]) == ("skip", "unavailable")
+    assert "it knows no bf16" in skip["result"]
+    assert "dtype=fp16" in skip["result"]
+
+
+def test_the_interpreter_takes_the_data_asked_for(single: Single, cli: Any, tmp_path: Path) -> None:
+    single()
+    assert cli(*MINE, *SMALL, "--data", "uniform").returncode == 0
+    (verdict,) = kept(tmp_path, "interpret")
+    assert [a["data"] for a in verdict["accuracy"]] == ["uniform", "outliers"]
+
+
+def test_a_resumed_run_repeats_nothing_and_names_cut_lines(single: Single, cli: Any, tmp_path: Path) -> None:
+    single()
+    offline = [a for a in MINE if a not in ("--target", "interpret")]
+    cases = ("--case", "m=16,n=32,k=16,dtype=fp16", "--case", "m=16,n=16,k=16")
+    assert cli(*offline, *cases).returncode == 0
+    before = (tmp_path / "run.jsonl").read_text()
+    assert '"type":"skip"' in before
+    again = [a for a in offline if a not in ("--out", "run.jsonl")]
+    (tmp_path / "run.jsonl").write_text(before + before.splitlines()[-1][:50])
+    done = cli(*again, *cases, "--resume", "run.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "run.jsonl:" in done.stderr
+    assert "cut off" in done.stderr
+    added = (tmp_path / "run.jsonl").read_text()[len(before) :].splitlines()[1:]
+    assert [json.loads(line)["type"] for line in added] == ["run"]
+    done = cli(*again, *cases, "--resume", "run.jsonl", "--out", "other.jsonl")
+    assert done.returncode == 2
+    assert "other.jsonl" in done.stderr
+    assert not (tmp_path / "other.jsonl").exists()
+
+
+def test_a_runs_table_sums_up_first_and_leaves_refusals_out(single: Single, cli: Any) -> None:
+    single()
+    args = [*MINE[:-2], *SMALL, "--case", "m=16,n=16,k=16"]
+    done = cli(*args)
+    assert done.stdout.startswith("interpret: 1 ok")
+    assert "refused cases: 1 (--verbose" in done.stdout
+    assert "NumPy has no bf16" not in done.stdout
+    assert "NumPy has no bf16" in cli(*args, "--verbose").stdout
+
+
+def test_a_plan_never_refuses_more_than_there_is(single: Single, cli: Any) -> None:
+    single()
+    rows = rows_of(
+        cli, "plan", "gemm", "-b", "mine", "--plugin", "mine.py", "-f", "json", "--case", "m=4,n=4,k=4"
+    )
+    assert [(r["candidates"], r["pruned"]) for r in rows] == [(0, 2)]
+
+
+def test_a_backend_is_implied_by_its_kernel(single: Single, cli: Any) -> None:
+    single()
+    single(name="second")
+    both = ("--plugin", "second.py", *SMALL)
+    shown = rows_of(cli, *MINE, *both, "-k", "second/gemm")
+    assert [r["kernel"] for r in shown if r["what"] == "interpret"] == ["second/gemm"]
+    done = cli(*MINE, *both, "-k", "second/gemm", "-b", "mine")
+    assert done.returncode == 2
+    assert "second/gemm" in done.stderr
+
+
+def test_a_language_without_a_kernel_for_a_workload_says_so(single: Single, cli: Any, tmp_path: Path) -> None:
+    single()
+    other = (
+        'from dsl_bench.workloads.gemm import Gemm\nWORKLOAD = type("Other", (Gemm,), {"name": "other"})()'
+    )
+    (tmp_path / "other.py").write_text(other)
+    args = (
+        "run",
+        "other",
+        "--plugin",
+        "mine.py",
+        "--plugin",
+        "other.py",
+        "--target",
+        "interpret",
+        "-f",
+        "json",
+    )
+    (skip,) = rows_of(cli, *args)
+    assert (skip["what"], skip["kernel"]) == ("skip", "mine")
+    assert skip["result"] == "mine has no kernel for other"
+    done = cli(*args, "-k", "mine/gemm")
+    assert done.returncode == 2
+    assert "kernel mine/gemm does gemm, not other" in done.stderr
+    # a group or pattern need not be in every workload, where none is named
+    shown = rows_of(
+        cli, *MINE[:1], *MINE[2:], "--plugin", "other.py", "-c", "16x128x64-fp16", "-k", "mine/gemm"
+    )
+    assert [r["case"] for r in shown if r["what"] == "interpret"] == ["16x128x64-fp16"]
+    done = cli(*MINE[:1], *MINE[2:], "--plugin", "other.py", "--case", "m=4,n=4,k=4")
+    assert done.returncode == 2
+    assert "name it, one of" in done.stderr

@@ -100,8 +100,28 @@ def by_backend(rows: list[dict[str, Any]], **wanted: object) -> dict[str, dict[s
 def test_rows_have_the_public_fields_in_their_order() -> None:
     rows = report.rows([header("r1"), race(EVEN)], HASHES, [BIG])
     assert list(rows[0]) == report.ROW_FIELDS
-    expected = "workload case group dtype regime backend geomean min cases total wins ties losses ambiguous"
-    assert set(report.geomeans(rows)[0]) - {"gpu"} == set(expected.split()) - {"case"}
+    expected = (
+        "workload group dtype regime backend geomean min cases total wins ties losses ambiguous stale gpu"
+    )
+    assert list(report.geomeans(rows)[0]) == expected.split()
+
+
+def test_each_workload_keeps_the_order_of_its_own_groups() -> None:
+    other = CaseRef("attention", "a", {}, "bf16", ("square", "quick"))
+    rows = report.rows([header("r1"), race(EVEN)], HASHES, [other, BIG])
+    assert list(dict.fromkeys(r["group"] for r in rows)) == ["quick", "square"]
+
+
+def test_a_summary_counts_rows_of_changed_kernels_and_shows_the_first_runs_handful_last() -> None:
+    found = [header("r1"), race(EVEN), race(EVEN, regime="sustained")]
+    stale = report.rows(found, HASHES | {"triton/gemm": "newer"}, [BIG])
+    assert {m["backend"]: m["stale"] for m in report.geomeans(stale)} == {
+        "triton": 1,
+        "tilelang": 0,
+        "cuda": 0,
+    }
+    lines = report.summary(report.rows(found, HASHES, [BIG]), found, [BIG]).splitlines()
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| gemm")] == ["square", "quick"]
 
 
 def test_win_tie_and_loss() -> None:

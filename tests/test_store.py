@@ -118,6 +118,23 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
         store.Writer(tmp_path)
 
 
+def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("# mine\n")
+    with pytest.raises(UsageError, match=r"notes\.md is not a results file"):
+        store.Writer(notes)
+    assert notes.read_text() == "# mine\n"
+
+
+def test_a_file_with_nothing_but_a_cut_header_is_ours(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(records.encode(HEADER)[:30])
+    write(path, HEADER)
+    found, problems = store.read([path])
+    assert found == [HEADER]
+    assert [p.cut for p in problems] == [True]
+
+
 def test_a_full_disk_is_a_record_error(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
@@ -279,9 +296,32 @@ class TestPromote:
 
     def test_it_refuses_a_damaged_file(self, tmp_path: Path) -> None:
         path = self.full_run(tmp_path)
-        path.write_bytes(path.read_bytes() + b"{")
+        path.write_bytes(path.read_bytes() + b"{ oops\n")
         with pytest.raises(RecordError, match=r"r1\.jsonl:8"):
             store.promote(path)
+
+    def test_it_leaves_out_the_line_that_a_killed_run_cut_and_says_so(self, tmp_path: Path) -> None:
+        path = self.full_run(tmp_path)
+        path.write_bytes(path.read_bytes() + records.encode(race())[:-40])
+        write(path, skip("resumed"))
+        said: list[str] = []
+        target = store.promote(path, say=said.append)
+        assert len(said) == 1
+        assert "r1.jsonl:8: cut off" in said[0]
+        found, problems = store.read([target])
+        assert not problems
+        assert skip("resumed") in found
+
+    def test_it_overwrites_other_results_only_when_told_to(self, tmp_path: Path) -> None:
+        path = self.full_run(tmp_path)
+        target = store.promote(path, "same")
+        before = target.read_bytes()
+        write(path, skip("more"))
+        with pytest.raises(RecordError, match=r"is there already.*--force"):
+            store.promote(path, "same")
+        assert target.read_bytes() == before
+        assert store.promote(path, "same", force=True) == target
+        assert target.read_bytes() != before
 
     def test_it_refuses_results_without_a_gpu(self, tmp_path: Path) -> None:
         bare = msgspec.structs.replace(HEADER, environment={})

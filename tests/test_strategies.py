@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsl_bench import strategies
@@ -28,31 +30,117 @@ def bowl(point: Point) -> float:
     return 100.0 + 10.0 * abs(config["a"] - 4) + 6.0 * abs(config["b"] - 3) + 4.0 * abs(config["c"] - 2)
 
 
-def walk(strategy, trials: int) -> list[Result]:
+def walk(strategy, trials: int, time=bowl) -> list[Result]:
+    """Everything that was told, further timings of a point among it; the budget counts points."""
     results: list[Result] = []
-    while len(results) < trials:
-        asked = strategy.ask(trials - len(results))
-        if not asked:
-            break
-        told = [Result(p, bowl(p)) for p in asked]
+    seen: set[str] = set()
+    while asked := strategy.ask(trials - len(seen)):
+        assert len(asked) <= max(trials - len(seen), len(seen))
+        told = [Result(p, time(p)) for p in asked]
         strategy.tell(told)
         results += told
+        seen |= {p.candidate.key for p in asked}
     return results
 
 
-@pytest.mark.parametrize("name", strategies.STRATEGIES)
+NAMES = strategies.available()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=20, deadline=None)
 @given(trials=st.integers(1, 200), seed=st.integers(0, 50))
 def test_no_point_is_asked_twice_and_no_budget_is_exceeded(name, trials, seed):
+    if name == "optuna":
+        trials = min(trials, 30)
     points = space()
-    results = walk(strategies.make_strategy(name, points, seed), trials)
-    assert len(results) == min(trials, len(points))
-    assert len({r.point.candidate.key for r in results}) == len(results)
+    results = walk(strategies.make_strategy(name, points, seed, trials), trials)
+    told = [(r.point.candidate.key, r.point.effort) for r in results]
+    assert len(set(told)) == len(told)
+    assert len({key for key, _ in told}) == min(trials, len(points))
 
 
-@pytest.mark.parametrize("name", strategies.STRATEGIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_default_is_tried_first(name):
     first = strategies.make_strategy(name, space(), 3).ask(1)
     assert first[0].candidate.rank == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_did_best_elsewhere_comes_right_after_the_default(name):
+    points = space()
+    strategy = strategies.make_strategy(name, points, 3)
+    strategy.prefer([points[100].label, points[77].label])
+    asked = strategy.ask(4)
+    while len(asked) < 3:
+        strategy.tell([Result(p, bowl(p)) for p in asked])
+        asked += strategy.ask(4)
+    assert [p.candidate.key for p in asked[:3]] == [points[i].candidate.key for i in (0, 100, 77)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_space_where_everything_fails_comes_to_an_end(name):
+    results = walk(strategies.make_strategy(name, space(), 0, 25), 25, lambda point: None)
+    assert len(results) == 25
+    assert strategies.near_ties(results) == []
+
+
+def test_what_is_estimated_comes_before_what_is_not_and_the_likeliest_first():
+    points = space(seeds=0)
+    guessed = [
+        Point(p.kernel, msgspec.structs.replace(p.candidate, estimate=float(len(points) - i)))
+        for i, p in enumerate(points[:50])
+    ]
+    order = [p.candidate.estimate for p in strategies.by_rank([*points[50:], *guessed])]
+    assert order[0] == len(points)  # the default
+    assert order[1:50] == sorted(order[1:50])
+    assert not any(order[50:])
+
+
+def test_halving_times_few_points_longer_and_ends_with_the_best():
+    results = walk(strategies.make_strategy("halving", space(), 0, 90), 90)
+    efforts = Counter(round(r.point.effort, 3) for r in results)
+    assert efforts == {0.333: 90, 1.0: 30, 3.0: 10, 9.0: 3}
+    assert strategies.best_results(results)[0].point.candidate.rank == 0
+    last = [r.median_ns for r in results[-3:]]
+    assert min(last) == min(r.median_ns for r in results)
+
+
+def test_halving_costs_the_device_about_as_much_as_one_trial_of_each():
+    results = walk(strategies.make_strategy("halving", space(), 0, 90), 90)
+    assert sum(r.point.effort for r in results) < 1.7 * 90
+
+
+def test_halving_waits_for_a_whole_rung():
+    strategy = strategies.make_strategy("halving", space(), 0, 12)
+    asked = strategy.ask(12)
+    strategy.tell([Result(p, bowl(p)) for p in asked[:5]])
+    assert strategy.ask(0) == []
+    strategy.tell([Result(p, bowl(p)) for p in asked[5:]])
+    assert len(strategy.ask(0)) == 4
+
+
+def test_a_longer_timing_replaces_a_shorter_one():
+    point = space()[0]
+    short = Result(Point(point.kernel, point.candidate, 0.333), 90.0)
+    assert strategies.best_results([short, Result(point, 100.0)])[0].median_ns == 100.0
+    assert strategies.best_results([Result(point, 100.0), short])[0].median_ns == 100.0
+
+
+def test_a_strategy_without_its_package_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(strategies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'dsl-bench\[optuna\]'"):
+        strategies.make_strategy("optuna", space(), 0)
+    assert "optuna" not in strategies.available()
+
+
+def test_help_lists_every_strategy():
+    assert all(name in strategies.describe() for name in strategies.STRATEGIES)
+
+
+def test_optuna_finds_the_valley():
+    pytest.importorskip("optuna")
+    results = walk(strategies.make_strategy("optuna", space(), 1, 60), 60)
+    assert min(r.median_ns for r in results) <= 106.0
 
 
 def test_exhaustive_finds_the_best():

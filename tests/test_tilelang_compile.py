@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not READY.ready, reason=READY.reason or "ready")
 
 @pytest.fixture(scope="module")
 def kernels():
-    return {kernel.id.partition("/")[2]: kernel for kernel in BACKEND.kernels()}
+    return {kernel.id.partition("/")[2]: kernel for kernel in BACKEND.kernels() if kernel.workload == "gemm"}
 
 
 def case_of(m, n, k, dtype="bf16"):

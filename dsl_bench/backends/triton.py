@@ -41,6 +41,11 @@ class TritonSource:
     find them out from the values, a binary that serves all shapes must be told. ``options`` are the
     compiler's (``num_warps``, ``num_stages``, ``maxnreg``). ``extra`` holds further functions that the kernel
     launches; facts are read from the first.
+
+    ``gluon``: ``fn`` is a ``@gluon.jit`` function. Its descriptors name their layout as well
+    (``tensordesc<bf16[128,64],{layout!r}>``) and are bound as Gluon's ``TensorDescriptor``. ``cluster`` > 1
+    starts the blocks in clusters of that many, each compiled as a block of its own (``num_ctas`` stays 1):
+    the code itself has to know its rank. The grid then counts clusters.
     """
 
     fn: Any
@@ -49,6 +54,8 @@ class TritonSource:
     attrs: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     extra: tuple[TritonSource, ...] = ()
+    gluon: bool = False
+    cluster: int = 1
 
 
 class TritonModule:
@@ -152,6 +159,8 @@ class TritonBackend(Backend):
 
     def interpret(self, source: TritonSource) -> InterpretedModule:
         """The function in Triton's interpreter. fp16 and fp32 only: it multiplies bf16 as integers."""
+        if any(s.gluon for s in (source, *source.extra)):
+            raise KernelFault("unavailable", "Triton's interpreter does not run Gluon")
         if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
             raise KernelFault("unavailable", "TRITON_INTERPRET=1 must be set before Triton is imported")
         if any("bf16" in kind for s in (source, *source.extra) for kind in s.signature.values()):
@@ -191,11 +200,10 @@ def _compile_one(source: TritonSource, arch: str, folder: Path) -> dict[str, Any
     import triton
     from triton import knobs
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     params = _params(source)
     index = {name: i for i, (name, _) in enumerate(params)}
-    ast = ASTSource(
+    ast = _ast_source(source.gluon)(
         fn=source.fn,
         signature=dict(params),
         constexprs={(index[n],): v for n, v in source.constexprs.items()},
@@ -210,12 +218,26 @@ def _compile_one(source: TritonSource, arch: str, folder: Path) -> dict[str, Any
             built = triton.compile(ast, target=target, options=dict(source.options))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
-    return _store(built, params, folder)
+    return _store(built, params, source.cluster, folder)
 
 
-def _store(built: Any, params: list[tuple[str, str]], folder: Path) -> dict[str, Any]:
-    """Write cubin, PTX, TTGIR, Triton's metadata and our manifest."""
+def _ast_source(gluon: bool) -> Any:
+    """The class that describes a function to the compiler."""
+    if not gluon:
+        from triton.compiler import ASTSource
+
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
+def _store(built: Any, params: list[tuple[str, str]], cluster: int, folder: Path) -> dict[str, Any]:
+    """Write cubin, PTX, TTGIR, Triton's metadata and our manifest. The launcher takes the size of a cluster
+    from Triton's metadata."""
     triton_meta = built.metadata._asdict()
+    if cluster > 1:
+        triton_meta["num_ctas"] = cluster
     if triton_meta.get("global_scratch_size"):
         raise KernelFault(
             "compile_error",

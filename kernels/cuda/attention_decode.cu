@@ -1,0 +1,361 @@
+// o = softmax(q·Kᵀ/√128)·V of one new token a sequence, K and V in pages: every byte of the cache read once, by TMA.
+//
+// A block walks its own list of pieces (equal shares of all tokens, cut by the host). One warp keeps a ring of stages
+// full: SLICES tiles of 16 tokens, of HEADS adjacent KV heads, K and V; a tile is one copy of rank 5 out of its page,
+// in the 128-byte swizzle. Each of HEADS x SLICES warps has one tile of a stage to itself, and its own running
+// maximum and sums: q·Kᵀ with the GROUP query heads of a KV head as rows of mma.sync, then Vᵀ·Pᵀ, which needs no
+// exchange between lanes and half the accumulators of P·V. At the end of a piece the slices are put together in
+// shared memory. Pieces of one sequence meet in the workspace: the last to arrive adds them up.
+// What limits it is memory: a ring of 96 to 192 KiB an SM is in flight while a stage is used.
+//
+// Macros: HEADS SLICES GROUP STAGES RESIDENT BF16 SMEM_BYTES
+#include "decode.cuh"
+
+constexpr int D = 128, TILE = 16;
+constexpr int WARPS = HEADS * SLICES, THREADS = 32 * (WARPS + 1);
+constexpr int TEAM = 32 * SLICES;                      // threads that share a KV head
+constexpr int HALF_BYTES = TILE * 128;                 // 16 rows of 64 elements
+constexpr int TILE_BYTES = 2 * HALF_BYTES;             // of one head
+constexpr int BOX_BYTES = HEADS * TILE_BYTES;          // what one copy brings
+constexpr int STAGE_BYTES = 2 * SLICES * BOX_BYTES;    // K and V
+constexpr int N_TILES = GROUP > 8 ? 2 : 1;             // query heads, in eights
+constexpr int PITCH = D + 4;                           // of a row of partial sums in shared memory, floats
+constexpr int OFFSET_SUMS = STAGES * STAGE_BYTES;
+constexpr int OFFSET_STATS = OFFSET_SUMS + WARPS * GROUP * PITCH * 4;
+constexpr int OFFSET_FLAGS = OFFSET_STATS + WARPS * GROUP * 8;
+constexpr int OFFSET_BARRIERS = (OFFSET_FLAGS + HEADS * 4 + 7) / 8 * 8;
+static_assert(1024 + OFFSET_BARRIERS + 16 * STAGES <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
+static_assert(GROUP <= 16 && 32 % SLICES == 0, "query heads fill one mma, slices divide a warp");
+
+struct Args {
+    const u16* q;
+    u16* o;
+    const int* table;  // pages of each sequence
+    const int4* items;
+    const int* starts;  // first item of each block, and the end
+    float* sums;        // partial results, normalised: [slot][HEADS][GROUP][128]
+    float* scales;      // log2 of what each was divided by: [slot][HEADS][GROUP]
+    int* counters;      // arrivals, zero before and after a launch: [sequence][KV head]
+    int width;          // columns of the table
+    int page_shift;     // log2 of the tokens of a page
+    int kv_heads;
+    float scale;        // log2(e)/√128
+};
+
+struct Ring {
+    int stage = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+struct Shared {
+    u32 base;
+    unsigned char* bytes;  // the same place
+    __device__ __forceinline__ u32 k(int stage) const { return base + stage * STAGE_BYTES; }
+    __device__ __forceinline__ u32 v(int stage) const { return k(stage) + SLICES * BOX_BYTES; }
+    __device__ __forceinline__ u32 full(int stage) const { return base + OFFSET_BARRIERS + 8 * stage; }
+    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
+    __device__ __forceinline__ float* sums(int warp) const {
+        return reinterpret_cast<float*>(bytes + OFFSET_SUMS) + warp * GROUP * PITCH;
+    }
+    __device__ __forceinline__ float2* stats(int warp) const {
+        return reinterpret_cast<float2*>(bytes + OFFSET_STATS) + warp * GROUP;
+    }
+    __device__ __forceinline__ volatile int* flag(int head) const {
+        return reinterpret_cast<volatile int*>(bytes + OFFSET_FLAGS) + head;
+    }
+};
+
+__device__ __forceinline__ int tiles_of(const Item& item) { return (item.end - item.begin + TILE - 1) / TILE; }
+
+// ---- the warp that loads -----------------------------------------------------------------------------
+
+// The page of tile `tile` of an item; any page where there is no such tile.
+__device__ __forceinline__ int page_of(const Args& args, const Item& item, int tile) {
+    const int token = min(item.begin + tile * TILE, max(item.end - 1, 0));
+    return __ldg(args.table + size_t(item.row) * args.width + (token >> args.page_shift));
+}
+
+// Lane i of the warp loads tile i of every 32, page numbers are fetched 32 tiles ahead.
+__device__ __forceinline__ void produce(const TensorMap& k, const TensorMap& v, const Args& args, const Shared& shared,
+                                        int lane) {
+    const u64 once = policy_evict_first();
+    const int within = (1 << args.page_shift) - 1;
+    Ring ring;
+    int at = __ldg(args.starts + blockIdx.x);
+    const int stop = __ldg(args.starts + blockIdx.x + 1);
+    if (at == stop) return;
+    Item item = load_item(args.items, at);
+    int pages = page_of(args, item, lane);
+#pragma unroll 1
+    while (true) {
+        const bool last = at + 1 == stop;
+        const Item following = load_item(args.items, last ? at : at + 1);
+        const int tiles = tiles_of(item);
+        int first = 0;
+#pragma unroll 1
+        do {
+            const int page = pages;
+            pages = first + 32 < tiles ? page_of(args, item, first + 32 + lane) : page_of(args, following, lane);
+            const int here = min(32, tiles - first);
+            const int token = (item.begin + (first + lane) * TILE) & within;
+#pragma unroll 1
+            for (int s = 0; s < here; s += SLICES, ring.next()) {
+                const int count = min(SLICES, here - s);
+                const u32 full = shared.full(ring.stage);
+                barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
+                if (lane == 0) barrier_expect(full, count * 2 * BOX_BYTES);
+                __syncwarp();
+                const int slice = lane - s;
+                if (slice >= 0 && slice < count) {
+                    tma_load_5d(shared.k(ring.stage) + slice * BOX_BYTES, &k, full, 0, token, 0, item.head, page, once);
+                    tma_load_5d(shared.v(ring.stage) + slice * BOX_BYTES, &v, full, 0, token, 0, item.head, page, once);
+                }
+                __syncwarp();
+            }
+            first += 32;
+        } while (first < tiles);
+        if (last) return;
+        item = following;
+        ++at;
+    }
+}
+
+// ---- the warps that compute --------------------------------------------------------------------------
+
+// What a warp knows of the GROUP query heads of its KV head. `sum` is Oᵀ: a lane holds components
+// 16·i + lane/4 (+ 8) of query heads 8·n + 2·(lane%4) (+ 1). `top` and `total` belong to head lane/4 (+ 8);
+// `total` still has to be added up over the four lanes of a head.
+struct State {
+    float sum[8][N_TILES][4];
+    float top[N_TILES], total[N_TILES];
+};
+
+// The query heads as rows of mma.sync: a register holds components 8·i + 2·(lane%4) and the next of head lane/4.
+__device__ __forceinline__ void load_q(u32 (&q)[N_TILES][16], const Args& args, const Item& item, int head, int lane) {
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
+        const int member = 8 * n + lane / 4;
+        const u16* const from =
+            args.q + (size_t(item.row) * args.kv_heads + item.head + head) * (GROUP * D) + member * D + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            q[n][i] = member < GROUP ? __ldg(reinterpret_cast<const u32*>(from + i * 8)) : 0u;
+    }
+}
+
+// Address of this lane's row of the two 16-byte columns 2·i and 2·i + 1 of a tile, for ldmatrix.
+__device__ __forceinline__ u32 tile_address(u32 tile, int i, int lane) {
+    const int row = (lane & 7) + (lane >> 4) * 8, column = 2 * i + (lane >> 3 & 1);
+    return tile + (column >> 3) * HALF_BYTES + row * 128 + ((column ^ row) & 7) * 16;
+}
+
+// Adds 16 tokens, of which the first `valid` (at least one) count.
+__device__ __forceinline__ void add_tile(State& state, const u32 (&q)[N_TILES][16], u32 k, u32 v, int valid,
+                                         float scale, int lane) {
+    float s[2][2][4] = {};  // [even and odd steps along d][8 tokens each]
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32 b[4];
+        ldmatrix(b, tile_address(k, i, lane));
+        const u32 a1 = N_TILES > 1 ? q[N_TILES - 1][2 * i] : 0u, a3 = N_TILES > 1 ? q[N_TILES - 1][2 * i + 1] : 0u;
+        mma(s[i & 1][0], q[0][2 * i], a1, q[0][2 * i + 1], a3, b[0], b[1]);
+        mma(s[i & 1][1], q[0][2 * i], a1, q[0][2 * i + 1], a3, b[2], b[3]);
+    }
+    u32 p[N_TILES][2];
+    float shrink[N_TILES];
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
+        float x[4];  // tokens 2·(lane%4), the next, and both 8 later
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = s[0][i >> 1][2 * n + (i & 1)] + s[1][i >> 1][2 * n + (i & 1)];
+            if (valid < TILE && (i >> 1) * 8 + lane % 4 * 2 + (i & 1) >= valid) x[i] = minus_infinity();
+        }
+        const float top = fmaxf(state.top[n], quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))));
+        const float shift = top * scale;
+        shrink[n] = exp2_fast(fmaf(state.top[n], scale, -shift));
+        state.top[n] = top;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = exp2_fast(fmaf(x[i], scale, -shift));
+        state.total[n] = fmaf(state.total[n], shrink[n], (x[0] + x[1]) + (x[2] + x[3]));
+        p[n][0] = pack(x[0], x[1]);
+        p[n][1] = pack(x[2], x[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
+        const float even = __shfl_sync(~0u, shrink[n], lane % 4 * 8);
+        const float odd = __shfl_sync(~0u, shrink[n], lane % 4 * 8 + 4);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            state.sum[i][n][0] *= even, state.sum[i][n][1] *= odd;
+            state.sum[i][n][2] *= even, state.sum[i][n][3] *= odd;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        u32 a[4];
+        ldmatrix_transposed(a, tile_address(v, i, lane));
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) mma(state.sum[i][n], a[0], a[1], a[2], a[3], p[n][0], p[n][1]);
+    }
+}
+
+// ---- putting together --------------------------------------------------------------------------------
+
+__device__ __forceinline__ void sync_team(int head) {
+    if constexpr (SLICES == 1)
+        __syncwarp();
+    else
+        named_sync(1 + head, TEAM);
+}
+
+__device__ __forceinline__ void stage_state(State& state, const Shared& shared, int warp, float scale, int lane) {
+    float* const sums = shared.sums(warp);
+#pragma unroll
+    for (int n = 0; n < N_TILES; ++n) {
+        const float total = quad_sum(state.total[n]);
+        if (lane % 4 == 0 && 8 * n + lane / 4 < GROUP)
+            shared.stats(warp)[8 * n + lane / 4] = make_float2(state.top[n] * scale, total);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int member = 8 * n + lane % 4 * 2 + (i & 1);
+            if (member >= GROUP) continue;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sums[member * PITCH + 16 * c + lane / 4 + (i >> 1) * 8] = state.sum[c][n][i];
+        }
+    }
+}
+
+__device__ __forceinline__ void store_output(const Args& args, const Item& item, int head, int at, float4 x) {
+    u16* const to = args.o + (size_t(item.row) * args.kv_heads + item.head + head) * (GROUP * D) + at * 4;
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack(x.x, x.y), pack(x.z, x.w));
+}
+
+// Adds the slices of query head at/32, components 4·(at%32) and the three after it. `log_total` is log2 of the sum
+// of all exponentials.
+__device__ __forceinline__ float4 join_slices(const Shared& shared, int head, int at, float& log_total) {
+    const int member = at / 32;
+    float top = minus_infinity();
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) top = fmaxf(top, shared.stats(s * HEADS + head)[member].x);
+    float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+    float total = 0.f;
+#pragma unroll
+    for (int s = 0; s < SLICES; ++s) {
+        const float2 stats = shared.stats(s * HEADS + head)[member];
+        const float weight = stats.y > 0.f ? exp2_fast(stats.x - top) : 0.f;
+        const float4 part = *reinterpret_cast<const float4*>(shared.sums(s * HEADS + head) + member * PITCH + at % 32 * 4);
+        total = fmaf(stats.y, weight, total);
+        out.x = fmaf(part.x, weight, out.x), out.y = fmaf(part.y, weight, out.y);
+        out.z = fmaf(part.z, weight, out.z), out.w = fmaf(part.w, weight, out.w);
+    }
+    const float inverse = total > 0.f ? 1.f / total : 0.f;
+    log_total = top + log2_fast(total);
+    return make_float4(out.x * inverse, out.y * inverse, out.z * inverse, out.w * inverse);
+}
+
+// The end of a piece, for the team of warps that share KV head `head`: `thread` counts within the team.
+__device__ __forceinline__ void finish(State& state, const Args& args, const Item& item, const Shared& shared, int warp,
+                                       int head, int thread) {
+    stage_state(state, shared, warp, args.scale, thread % 32);
+    sync_team(head);
+#pragma unroll 1
+    for (int at = thread; at < GROUP * 32; at += TEAM) {
+        float log_total;
+        const float4 out = join_slices(shared, head, at, log_total);
+        if (item.count == 1) {
+            store_output(args, item, head, at, out);
+        } else {
+            const size_t place = size_t(item.slot) * HEADS + head;
+            __stcg(reinterpret_cast<float4*>(args.sums) + place * (GROUP * 32) + at, out);
+            if (at % 32 == 0) __stcg(args.scales + place * GROUP + at / 32, log_total);
+        }
+    }
+    if (item.count > 1) {
+        __threadfence();
+        sync_team(head);
+        if (thread == 0) {
+            int* const counter = args.counters + size_t(item.row) * args.kv_heads + item.head + head;
+            const bool all = atomicAdd(counter, 1) == item.count - 1;
+            if (all) *counter = 0;  // nobody else comes: ready for the next launch
+            __threadfence();
+            *shared.flag(head) = all;
+        }
+        sync_team(head);
+        if (*shared.flag(head)) {
+            __threadfence();
+            const size_t place = (size_t(item.first) * HEADS + head) * GROUP;
+#pragma unroll 1
+            for (int at = thread; at < GROUP * 32; at += TEAM) {
+                const float4* const sums = reinterpret_cast<const float4*>(args.sums) + place * 32 + at;
+                const float* const scales = args.scales + place + at / 32;
+                store_output(args, item, head, at, join_pieces<8>(scales, sums, item.count, HEADS * GROUP, 32));
+            }
+        }
+    }
+    sync_team(head);  // the next piece may overwrite the sums
+}
+
+__device__ __forceinline__ void consume(const Args& args, const Shared& shared, int warp, int lane) {
+    const int head = warp % HEADS, slice = warp / HEADS;
+    const u32 tile = slice * BOX_BYTES + head * TILE_BYTES;
+    const int stop = __ldg(args.starts + blockIdx.x + 1);
+    Ring ring;
+#pragma unroll 1
+    for (int at = __ldg(args.starts + blockIdx.x); at < stop; ++at) {
+        const Item item = load_item(args.items, at);
+        u32 q[N_TILES][16];
+        load_q(q, args, item, head, lane);
+        State state;
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+            state.top[n] = minus_infinity();
+            state.total[n] = 0.f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) state.sum[i][n][j] = 0.f;
+        }
+        const int tiles = tiles_of(item);
+#pragma unroll 1
+        for (int first = 0; first < tiles; first += SLICES, ring.next()) {
+            barrier_wait(shared.full(ring.stage), ring.phase);
+            if (first + slice < tiles) {
+                const int valid = item.end - item.begin - (first + slice) * TILE;
+                add_tile(state, q, shared.k(ring.stage) + tile, shared.v(ring.stage) + tile, valid, args.scale, lane);
+            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared.empty(ring.stage));
+        }
+        finish(state, args, item, shared, warp, head, slice * 32 + lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    attention_decode(const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+                     const __grid_constant__ Args args) {
+    extern __shared__ unsigned char raw[];
+    const u32 start = smem_address(raw), base = (start + 1023) & ~1023u;
+    const Shared shared{base, raw + (base - start)};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (warp == WARPS) {
+        if (lane == 0) {
+            prefetch_map(&k);
+            prefetch_map(&v);
+            for (int i = 0; i < STAGES; ++i) {
+                barrier_init(shared.full(i), 1);
+                barrier_init(shared.empty(i), WARPS);
+            }
+            barrier_init_fence();
+        }
+        __syncwarp();
+        named_arrive(0, THREADS);  // the others see the barriers; the first loads need not wait for them
+        produce(k, v, args, shared, lane);
+    } else {
+        named_sync(0, THREADS);
+        consume(args, shared, warp, lane);
+    }
+}

@@ -1,0 +1,394 @@
+"""``triton/mla_decode_gluon``: latent attention in Gluon, two warpgroups that take turns at the logits.
+
+A block holds 64 query rows and two tiles of 64 tokens. Each tile has an owner, one consumer or the other by
+turns: it multiplies queries and keys, weighs, and leaves weights and factors in shared memory; then both add
+the tile's values, each to its 256 columns. So one weighs while the other multiplies, the logits are computed
+once, and no weight is rounded twice. Shares of the cache are as in ``triton/mla_decode``.
+Bound by the tensor cores with many heads, by the cache's bytes with few.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from dsl_bench.backends.triton import TritonSource
+from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static, int_list
+
+from . import _attention as attention
+from . import _common as common
+from ._attention import combine
+
+SPACE = {
+    "overhead": (3, 1, 5),
+    "add": (1, 2, 4),
+}
+#: query rows of a block, tokens of a tile (a page), columns of a load and a sum, rotary columns
+BM, BN, PART, ROPE = 64, 64, 128, 64
+#: Triton renamed it between 3.6 and 3.9
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def computed(x):
+    """x, which is never negative; a branch on it keeps what follows behind its computation. The assembler moves
+    a wait for wgmma ahead of all that it does not depend on, and the softmax would run after the products
+    instead of beneath them."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.geu.f32 p, $1, 0f00000000; mov.f32 $0, $1; "
+        "again: @p bra done; nanosleep.u32 100; bra again; done:}",
+        "=f,f,~{memory}", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def produce(q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS: gl.constexpr):
+    """Loads each item's queries, then its tiles: 256 columns for one consumer, the others for the other."""
+    queries, queries_rope, latent, rope, _weights, _stats = shared
+    q_full, q_free, full, free, _told = bars
+    begin = gl.load(first + share)
+    it = 0
+    for item in range(begin, gl.load(first + share + 1)):
+        seq = gl.load(items + item * 8)
+        start = gl.load(items + item * 8 + 1)
+        end = gl.load(items + item * 8 + 2)
+        pages = table + seq.to(gl.int64) * width
+        page = gl.load(pages + start, mask=start < end, other=0)
+        line = seq * ROWS + row
+        mbarrier.wait(q_free, ((item - begin) & 1) ^ 1)
+        mbarrier.expect(q_full, 64 * 576 * 2)
+        for part in gl.static_range(4):
+            load_box(q, [line, part * 128], q_full, queries.index(part))
+        load_box(q_rope, [line, 512], q_full, queries_rope)
+        for tile in range(start, end):
+            at = page * 64
+            page = gl.load(pages + tile + 1, mask=tile + 1 < end, other=0)
+            stage = it & 1
+            phase = (it >> 1 & 1) ^ 1
+            for half in gl.static_range(2):
+                bar = full.index(stage * 2 + half)
+                mbarrier.wait(free.index(stage * 2 + half), phase)
+                mbarrier.expect(bar, 64 * (256 + half * 64) * 2)
+                load_box(kv, [at, half * 256], bar, latent.index(stage * 4 + half * 2))
+                load_box(kv, [at, half * 256 + 128], bar, latent.index(stage * 4 + half * 2 + 1))
+                if half == 1:
+                    load_box(kv_rope, [at, 512], bar, rope.index(stage))
+            it += 1
+
+
+@gluon.jit
+def multiply(shared, bars, it, LAYOUT: gl.constexpr):
+    """The logits of tile ``it`` of the ring, on their way."""
+    queries, queries_rope, latent, rope, _weights, _stats = shared
+    _q_full, _q_free, full, _free, _told = bars
+    stage = it & 1
+    phase = it >> 1 & 1
+    s = gl.zeros([64, 64], gl.float32, LAYOUT)
+    mbarrier.wait(full.index(stage * 2), phase)
+    mbarrier.wait(full.index(stage * 2 + 1), phase)
+    s = warpgroup_mma(
+        queries.index(0), latent.index(stage * 4).permute([1, 0]), s, use_acc=False, is_async=True
+    )
+    for part in gl.static_range(1, 4):
+        keys = latent.index(stage * 4 + part).permute([1, 0])
+        s = warpgroup_mma(queries.index(part), keys, s, is_async=True)
+    return warpgroup_mma(queries_rope, rope.index(stage).permute([1, 0]), s, is_async=True)
+
+
+@gluon.jit
+def weigh(s, top, tile, last, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Weights of one tile of raw logits, in base 2, the new largest, the factor of the sums, and its own sum."""
+    keys = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    s = gl.where(keys[None, :] <= last[:, None], s * SCALE, float("-inf"))
+    new = gl.maximum(top, gl.max(s, 1))
+    p = gl.exp2(s - new[:, None])
+    return p, new, gl.exp2(top - new), computed(gl.sum(p, 1))
+
+
+@gluon.jit
+def tell(shared, bars, p, top, alpha, more, OWNER: gl.constexpr):
+    """Leave a tile's weights, largest, factor and sum for the other consumer. Returns the weights rounded."""
+    _queries, _queries_rope, latent, _rope, weights, stats = shared
+    _q_full, _q_free, _full, _free, told = bars
+    p = p.to(latent.dtype)
+    weights.store(p)
+    stats.index(0).store(top)
+    stats.index(1).store(alpha)
+    stats.index(2).store(more)
+    fence_async_shared()
+    mbarrier.arrive(told.index(OWNER))
+    return p
+
+
+@gluon.jit
+def hear(shared, bars, it, OWNER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Largest, factor and sum of the other consumer's tile ``it``."""
+    _queries, _queries_rope, _latent, _rope, _weights, stats = shared
+    _q_full, _q_free, _full, _free, told = bars
+    mbarrier.wait(told.index(1 - OWNER), it >> 1 & 1)
+    line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    return stats.index(0).load(line), stats.index(1).load(line), stats.index(2).load(line)
+
+
+@gluon.jit
+def add(shared, p, acc, acc2, it, OWNER: gl.constexpr):
+    """p times the values of tile ``it``, this consumer's columns, on its way."""
+    _queries, _queries_rope, latent, _rope, _weights, _stats = shared
+    mine = (it & 1) * 4 + OWNER * 2
+    acc = warpgroup_mma(p, latent.index(mine), acc, is_async=True)
+    acc2 = warpgroup_mma(p, latent.index(mine + 1), acc2, is_async=True)
+    return acc, acc2
+
+
+@gluon.jit
+def add_own(shared, bars, p, alpha, acc, acc2, it, OWNER: gl.constexpr, SUMS: gl.constexpr):
+    """The sums with the weights of this consumer's own tile ``it``, which is released."""
+    _q_full, _q_free, _full, free, _told = bars
+    scale = gl.convert_layout(alpha, gl.SliceLayout(1, SUMS))[:, None]
+    w = gl.convert_layout(p, gl.DotOperandLayout(0, SUMS, 2))
+    acc, acc2 = add(shared, w, acc * scale, acc2 * scale, it, OWNER)
+    acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
+    mbarrier.arrive(free.index((it & 1) * 2 + OWNER))
+    return acc, acc2
+
+
+@gluon.jit
+def save(where, x, rows, column, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """x [64, 128] to rows of 512 at ``where``, those below ROWS, from ``column`` on."""
+    at = rows[:, None] * 512 + column + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
+    gl.store(where + at, x.to(where.dtype.element_ty), mask=(rows < ROWS)[:, None])
+
+
+@gluon.jit
+def consume(
+    o, part, stat, first, items, row, share, shared, bars, OWNER: gl.constexpr,
+    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr,
+):  # fmt: skip
+    """Every second tile's logits, and columns from 256·OWNER on of all sums."""
+    ROWS: gl.constexpr = H * SQ
+    _queries, _queries_rope, _latent, _rope, weights, _stats = shared
+    q_full, q_free, _full, free, _told = bars
+    logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    begin = gl.load(first + share)
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, logits))
+    it = 0
+    for item in range(begin, gl.load(first + share + 1)):
+        seq = gl.load(items + item * 8)
+        start = gl.load(items + item * 8 + 1)
+        end = gl.load(items + item * 8 + 2)
+        last = gl.load(items + item * 8 + 3) - SQ + rows // H
+        slot = gl.load(items + item * 8 + 4)
+        top = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, logits))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, logits))
+        acc = gl.zeros([64, 128], gl.float32, sums)
+        acc2 = gl.zeros([64, 128], gl.float32, sums)
+        mbarrier.wait(q_full, (item - begin) & 1)
+        tile = start
+        if (tile < end) & ((it & 1) == OWNER):
+            s = warpgroup_mma_wait(0, deps=[multiply(shared, bars, it, logits)])
+            p, top, alpha, total = weigh(s, top, tile, last, SCALE, logits)
+            p = tell(shared, bars, p, top, alpha, total, OWNER)
+            acc, acc2 = add_own(shared, bars, p, alpha, acc, acc2, it, OWNER, sums)
+            tile += 1
+            it += 1
+        # from here on tiles come in pairs: the other's, then this one's own
+        while tile + 1 < end:
+            s = multiply(shared, bars, it + 1, logits)
+            top, alpha, more = hear(shared, bars, it, OWNER, logits)
+            total = total * alpha + more
+            scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
+            acc, acc2 = add(shared, weights, acc * scale, acc2 * scale, it, OWNER)
+            s = warpgroup_mma_wait(2, deps=[s])
+            p, top, alpha, more = weigh(s, top, tile + 1, last, SCALE, logits)
+            total = total * alpha + more
+            acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
+            mbarrier.arrive(free.index((it & 1) * 2 + OWNER))
+            p = tell(shared, bars, p, top, alpha, more, OWNER)
+            acc, acc2 = add_own(shared, bars, p, alpha, acc, acc2, it + 1, OWNER, sums)
+            tile += 2
+            it += 2
+        mbarrier.arrive(q_free)
+        if tile < end:
+            top, alpha, more = hear(shared, bars, it, OWNER, logits)
+            total = total * alpha + more
+            scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
+            acc, acc2 = add(shared, weights, acc * scale, acc2 * scale, it, OWNER)
+            acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
+            mbarrier.arrive(free.index((it & 1) * 2 + OWNER))
+            it += 1
+        lines = row + gl.arange(0, 64, gl.SliceLayout(1, sums))
+        if slot < 0:
+            below = gl.convert_layout(
+                gl.where(total > 0.0, 1.0 / total, 0.0), gl.SliceLayout(1, sums)
+            )[:, None]  # fmt: skip
+            whole = o + seq.to(gl.int64) * (ROWS * 512)
+            save(whole, acc * below, lines, OWNER * 256, ROWS, sums)
+            save(whole, acc2 * below, lines, OWNER * 256 + 128, ROWS, sums)
+        else:
+            piece = part + slot.to(gl.int64) * (ROWS * 512)
+            save(piece, acc, lines, OWNER * 256, ROWS, sums)
+            save(piece, acc2, lines, OWNER * 256 + 128, ROWS, sums)
+            if OWNER == 0:
+                gl.store(stat + slot * (2 * ROWS) + rows, top, mask=rows < ROWS)
+                gl.store(stat + slot * (2 * ROWS) + ROWS + rows, total, mask=rows < ROWS)
+
+
+@gluon.jit
+def mla_gluon(
+    q, q_rope, kv, kv_rope, table, o, part, stat, first, items, width,
+    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr,
+):  # fmt: skip
+    """q [seqs·SQ·H, 576] and kv [pool·64, 576] are descriptors of 64 rows and 128 columns, q_rope and kv_rope
+    the same of 64; table [seqs, width]; o [seqs, SQ·H, 512]; SCALE is for base 2."""
+    ROWS: gl.constexpr = H * SQ
+    BLOCKS: gl.constexpr = (ROWS + 63) // 64
+    row = gl.program_id(0) % BLOCKS * 64
+    share = gl.program_id(0) // BLOCKS
+    queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], q.layout)
+    queries_rope = gl.allocate_shared_memory(q.dtype, [64, 64], q_rope.layout)
+    latent = gl.allocate_shared_memory(kv.dtype, [8, 64, 128], kv.layout)
+    rope = gl.allocate_shared_memory(kv.dtype, [2, 64, 64], kv_rope.layout)
+    weights = gl.allocate_shared_memory(kv.dtype, [64, 64], kv_rope.layout)
+    stats = gl.allocate_shared_memory(gl.float32, [3, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_free, count=2)
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(told.index(i), count=1)
+    fence_async_shared()
+    shared = (queries, queries_rope, latent, rope, weights, stats)
+    bars = (q_full, q_free, full, free, told)
+    gl.warp_specialize(
+        [
+            (consume, (o, part, stat, first, items, row, share, shared, bars, 0, H, SQ, SCALE)),
+            (consume, (o, part, stat, first, items, row, share, shared, bars, 1, H, SQ, SCALE)),
+            (produce, (q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS)),
+        ],
+        [4, 4],
+        [240, 24],
+    )
+
+
+def _lengths(case: Case) -> tuple[int, ...]:
+    return int_list(str(case.params["lens"]))
+
+
+def static(case: Case, config: Config) -> Static:
+    """Heads, queries, and the rows that the second launch adds up a block; lengths stay runtime."""
+    return {"h": case["h"], "sq": case["sq"], "add": config["add"], "dtype": case.dtype}
+
+
+def source(static: Static, arch: str) -> TritonSource:
+    """The function for one specialisation, and the launch that adds up parts."""
+    t = common.element(static["dtype"])
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    add = TritonSource(
+        fn=combine,
+        signature={"o": f"*{t}", "part": "*fp32", "stat": "*fp32", "splits": "*i32"},
+        constexprs={"ROWS": static["h"] * static["sq"], "R": static["add"], "D": 512, "C": 8 // static["add"]},
+        attrs=dict.fromkeys(("o", "part", "stat", "splits"), 16),
+        options={"num_warps": 4, "num_stages": 1},
+    )
+    box = {cols: f"tensordesc<{t}[64,{cols}],{layout!r}>" for cols in (PART, ROPE)}
+    return TritonSource(
+        fn=mla_gluon,
+        signature={
+            "q": box[PART],
+            "q_rope": box[ROPE],
+            "kv": box[PART],
+            "kv_rope": box[ROPE],
+            "table": "*i32",
+            "o": f"*{t}",
+            **dict.fromkeys(("part", "stat"), "*fp32"),
+            **dict.fromkeys(("first", "items"), "*i32"),
+            "width": "i32",
+        },
+        constexprs={"H": static["h"], "SQ": static["sq"], "SCALE": math.log2(math.e) / math.sqrt(576)},
+        attrs=dict.fromkeys(("table", "o", "part", "stat", "first", "items"), 16),
+        options={"num_warps": 4},
+        extra=(add,),
+        gluon=True,
+    )
+
+
+def bind(
+    module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
+) -> Call:
+    """Descriptors, the plan, its workspace, and a launch or two."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    table, o = inputs["page_table"], outputs["o"]
+    rows = case["h"] * case["sq"]
+    blocks = common.cdiv(rows, BM)
+    plan = attention.plan(_lengths(case), BN, max(1, module.sms // blocks), int(config["overhead"]))
+    work = attention.tensors(plan, rows, 512, blocks, o.device)
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    maps = [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [64, cols], layout)
+        for x in (inputs["q"].flatten(0, 2), inputs["kv_cache"].flatten(0, 1))
+        for cols in (PART, ROPE)
+    ]
+    run = module.launcher(
+        (plan.shares * blocks,), *maps, table, o,
+        *(work[x] for x in ("part", "stat", "first", "items")), table.shape[1],
+    )  # fmt: skip
+    keep = (*work.values(), *maps)
+    if not plan.cuts:
+        return Call(run, keep=keep)
+    grid = (len(plan.cuts) * common.cdiv(rows, int(config["add"])),)
+    add = module.extra[0].launcher(grid, o, work["part"], work["stat"], work["splits"])
+
+    def both() -> None:
+        run()
+        add()
+
+    return Call(both, keep=keep)
+
+
+def valid(case: Case, config: Config) -> str | None:
+    """Every case: rows beyond a sequence's are read and not stored."""
+    return None
+
+
+def seeds(case: Case) -> Sequence[Config]:
+    """FlashMLA's five tiles of overhead a run, and fewer where sequences are short."""
+    return [{"overhead": n, "add": m} for n, m in ((3, 1), (5, 1), (1, 1), (3, 4))]
+
+
+def default(case: Case) -> Config:
+    """The first seed."""
+    return seeds(case)[0]
+
+
+KERNEL = Kernel(
+    id="triton/mla_decode_gluon",
+    workload="mla_decode",
+    space=SPACE,
+    default=default,
+    seeds=seeds,
+    valid=valid,
+    static=static,
+    source=source,
+    bind=bind,
+    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6,<3.7",)),
+    files=("_common.py", "_attention.py"),
+    summary="Gluon: two consumers by turns at the logits, each with half of the sums, a producer beside them",
+)
+KERNELS = (KERNEL,)
