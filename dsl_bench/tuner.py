@@ -313,14 +313,15 @@ class Tuner:
         if search.revisits:
             return  # the whole space is searched next
         self.failed += search.rival.role == "language"
+        status = search.failures.most_common(1)[0][0] if search.failures else "incorrect"
         self.session.sink.write(
             Failure(
                 self.session.run_id,
                 search.case.workload,
                 search.case.name,
                 search.rival.backend,
-                "",
-                "incorrect",
+                search.rival.name if search.rival.role == "vendor" else "",
+                status,
                 "trial",
                 f"none of {search.tried} configs held; see the trials",
             )

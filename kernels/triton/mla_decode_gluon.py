@@ -68,7 +68,7 @@ def produce(q, q_rope, kv, kv_rope, table, first, items, width, row, share, shar
         mbarrier.expect(q_full, 64 * 576 * 2)
         for part in gl.static_range(4):
             load_box(q, [line, part * 128], q_full, queries.index(part))
-        load_box(q_rope, [line, 512], q_full, queries_rope)
+        load_box(q_rope, [line, 512], q_full, queries_rope.index(0))
         for tile in range(start, end):
             at = page * 64
             page = gl.load(pages + tile + 1, mask=tile + 1 < end, other=0)
@@ -95,13 +95,15 @@ def multiply(shared, bars, it, LAYOUT: gl.constexpr):
     s = gl.zeros([64, 64], gl.float32, LAYOUT)
     mbarrier.wait(full.index(stage * 2), phase)
     mbarrier.wait(full.index(stage * 2 + 1), phase)
+    # nought, but not to the compiler: descriptors that no loop changes are kept in registers, which are full
+    none = it >> 24
     s = warpgroup_mma(
-        queries.index(0), latent.index(stage * 4).permute([1, 0]), s, use_acc=False, is_async=True
+        queries.index(none), latent.index(stage * 4).permute([1, 0]), s, use_acc=False, is_async=True
     )
     for part in gl.static_range(1, 4):
         keys = latent.index(stage * 4 + part).permute([1, 0])
-        s = warpgroup_mma(queries.index(part), keys, s, is_async=True)
-    return warpgroup_mma(queries_rope, rope.index(stage).permute([1, 0]), s, is_async=True)
+        s = warpgroup_mma(queries.index(none + part), keys, s, is_async=True)
+    return warpgroup_mma(queries_rope.index(none), rope.index(stage).permute([1, 0]), s, is_async=True)
 
 
 @gluon.jit
@@ -120,7 +122,7 @@ def tell(shared, bars, p, top, alpha, more, OWNER: gl.constexpr):
     _queries, _queries_rope, latent, _rope, weights, stats = shared
     _q_full, _q_free, _full, _free, told = bars
     p = p.to(latent.dtype)
-    weights.store(p)
+    weights.index(0).store(p)
     stats.index(0).store(top)
     stats.index(1).store(alpha)
     stats.index(2).store(more)
@@ -207,7 +209,7 @@ def consume(
             top, alpha, more = hear(shared, bars, it, OWNER, logits)
             total = total * alpha + more
             scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
-            acc, acc2 = add(shared, weights, acc * scale, acc2 * scale, it, OWNER)
+            acc, acc2 = add(shared, weights.index(it >> 24), acc * scale, acc2 * scale, it, OWNER)
             s = warpgroup_mma_wait(2, deps=[s])
             p, top, alpha, more = weigh(s, top, tile + 1, last, SCALE, logits)
             total = total * alpha + more
@@ -222,7 +224,7 @@ def consume(
             top, alpha, more = hear(shared, bars, it, OWNER, logits)
             total = total * alpha + more
             scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
-            acc, acc2 = add(shared, weights, acc * scale, acc2 * scale, it, OWNER)
+            acc, acc2 = add(shared, weights.index(it >> 24), acc * scale, acc2 * scale, it, OWNER)
             acc, acc2 = warpgroup_mma_wait(0, deps=[acc, acc2])
             mbarrier.arrive(free.index((it & 1) * 2 + OWNER))
             it += 1
@@ -255,10 +257,10 @@ def mla_gluon(
     row = gl.program_id(0) % BLOCKS * 64
     share = gl.program_id(0) // BLOCKS
     queries = gl.allocate_shared_memory(q.dtype, [4, 64, 128], q.layout)
-    queries_rope = gl.allocate_shared_memory(q.dtype, [64, 64], q_rope.layout)
+    queries_rope = gl.allocate_shared_memory(q.dtype, [1, 64, 64], q_rope.layout)
     latent = gl.allocate_shared_memory(kv.dtype, [8, 64, 128], kv.layout)
     rope = gl.allocate_shared_memory(kv.dtype, [2, 64, 64], kv_rope.layout)
-    weights = gl.allocate_shared_memory(kv.dtype, [64, 64], kv_rope.layout)
+    weights = gl.allocate_shared_memory(kv.dtype, [1, 64, 64], kv_rope.layout)
     stats = gl.allocate_shared_memory(gl.float32, [3, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
