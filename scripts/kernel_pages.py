@@ -2,11 +2,13 @@
 
     python scripts/kernel_pages.py [FOLDER]
 
-A page ``<backend>-<workload>.md`` holds the markers below; what stands between them is generated.
+A page ``<backend>-<topic>.md`` holds pairs of markers, each naming a workload; what stands between them is
+generated.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from typing import Any
 from dsl_bench import catalog, report, store, tables
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
+MARKS = re.compile(r"(<!-- measured:begin (\w+) -->\n).*?(<!-- measured:end -->)", re.DOTALL)
+COLUMNS = ["group", "case", "kernel", "config", "cold", "sustained"]
 
 
 def rows(backend: str, workload: str, table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a case: the winner, its µs and its fraction with the verdict in each regime."""
     lines: dict[str, dict[str, Any]] = {}
     for row in table:
-        if (row["backend"], row["workload"]) != (backend, workload) or row["group"] == "quick":
+        if (row["backend"], row["workload"]) != (backend, workload) or row["group"] in ("quick", "edge"):
             continue
         line = lines.setdefault(row["case"], {"group": row["group"], "case": row["case"]})
         line["kernel"] = row["kernel"].partition("/")[2]
@@ -41,15 +44,14 @@ def main(folder: Path) -> None:
     cases = [c for _, w in found.workloads().values() for c in w.cases]
     table = report.rows(records, found.hashes(), cases)
     for page in sorted(folder.glob("*.md")):
-        text = page.read_text()
-        head, begin, rest = text.partition(BEGIN)
-        _, end, tail = rest.partition(END)
-        backend, _, workload = page.stem.partition("-")
-        if begin and end:
-            body = tables.markdown(
-                rows(backend, workload, table), ["group", "case", "kernel", "config", "cold", "sustained"]
-            )
-            page.write_text(f"{head}{BEGIN}\n{body}\n{END}{tail}")
+        backend = page.stem.partition("-")[0]
+
+        def measured(found: re.Match[str], backend: str = backend) -> str:
+            lines = rows(backend, found[2], table)
+            body = tables.markdown(lines, COLUMNS) if lines else "Not measured yet."
+            return f"{found[1]}{body}\n{found[3]}"
+
+        page.write_text(MARKS.sub(measured, page.read_text()))
 
 
 if __name__ == "__main__":
