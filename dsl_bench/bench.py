@@ -7,7 +7,6 @@ outputs against float64.
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from dsl_bench import check, fence, jobs, observe, registry, standing, timing
 from dsl_bench.arena import AFTER_BIND, AFTER_RACE, BEFORE_BIND, Arena, Bound, Stopwatch, sets_needed
 from dsl_bench.artifacts import from_ref, one_line, read_manifest
 from dsl_bench.errors import DslBenchError, KernelFault
-from dsl_bench.guard import Guard
+from dsl_bench.guard import Guard, assert_fills, is_oom, spoils_device
 from dsl_bench.jobs import Partial, Progress, Racer
 from dsl_bench.kernel import Call, Kernel
 from dsl_bench.racetrack import RaceTrack
@@ -142,7 +141,7 @@ class Bench:
             self.guard.settle()
             calls = [kernel.bind(module, arena.case, config, s.inputs, s.outputs) for s in arena.sets]
             self.guard.inspect(racer.role == "vendor")
-        assert_fills(racer, calls)
+        assert_fills(racer.role, calls)
         return Bound(racer, calls, index)
 
     @contextlib.contextmanager
@@ -201,7 +200,7 @@ class Bench:
         try:
             yield
         except Exception as fault:
-            if not _spoils_device(fault):
+            if not spoils_device(fault):
                 with contextlib.suppress(KernelFault):
                     fence.assert_whole(arena.fences())
                 self.guard.restore()
@@ -283,14 +282,14 @@ class Bench:
         """``base`` with the verdict of ``fault``; a fault that spoils the device ends the job instead."""
         traceback.clear_frames(fault.__traceback__)  # which may hold all the memory
         self.guard.restore()  # what it changed before it failed is not for the next one to answer for
-        if _spoils_device(fault):
+        if spoils_device(fault):
             raise fault
         status, caught_by, reason = "launch_error", "exception", one_line(fault)
         if isinstance(fault, KernelFault):
             if fault.fatal:
                 raise fault
             status, caught_by, reason = fault.status, fault.check, fault.reason
-        elif _is_oom(fault):
+        elif is_oom(fault):
             torch.cuda.empty_cache()
             status, caught_by = "oom", "allocator"
         return msgspec.structs.replace(base, status=status, check=caught_by, reason=reason)
@@ -381,7 +380,7 @@ class Bench:
         buffers = arena.sets[0]
         self.guard.settle()
         call = kernel.bind(module, case, racer.choice.config, buffers.inputs, buffers.outputs)
-        assert_fills(racer, [call])
+        assert_fills(racer.role, [call])
         accuracy = []
         for version, data in ((AFTER_BIND, job.data), (AFTER_RACE, "outliers")):
             self.draw(arena, version, data)
@@ -395,23 +394,3 @@ def assert_plausible(workload: Workload, case: Case, ns: float, rates: tuple[flo
     if share > standing.IMPLAUSIBLE:
         reason = f"{ns / 1e3:.2f} us are {share:.2f} of the fixed rates: faster than physics"
         raise KernelFault("implausible", reason, "physics")
-
-
-def assert_fills(racer: Racer, calls: Sequence[Call]) -> None:
-    """KernelFault ``launch_error`` for a language's kernel that returns outputs of its own: a graph's proof
-    does not reach them. Only vendor libraries may."""
-    if racer.role != "vendor" and any(call.allocates for call in calls):
-        reason = "a kernel of a language has to fill the outputs that it is given"
-        raise KernelFault("launch_error", reason, "allocates")
-
-
-def _is_oom(fault: Exception) -> bool:
-    refused = isinstance(fault, OSError) and fault.errno == errno.ENOMEM
-    return (
-        refused or isinstance(fault, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(fault)
-    )
-
-
-def _spoils_device(fault: Exception) -> bool:
-    """Whether this process can do no more work on the device after ``fault``."""
-    return "CUDA error" in str(fault) or type(fault).__name__ == "AcceleratorError"

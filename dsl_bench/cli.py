@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import fnmatch
 import sys
 from collections.abc import Sequence
@@ -11,31 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
-from dsl_bench import __version__
+from dsl_bench import __version__, cli_authoring, cli_results
 from dsl_bench.console import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_LOSS,
     EXIT_NOTHING,
     EXIT_PIPE,
     EXIT_USAGE,
-    FORMATS,
     check_format,
     drop_output,
     emit,
     errors,
     fail,
-    put,
+    finish,
     showing,
     warn,
 )
-from dsl_bench.errors import DslBenchError, NothingMatched, RecordError, UsageError, unknown
+from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
 from dsl_bench.options import (
     Backends,
     CaseFile,
     Cases,
     Deadline,
-    Files,
     Format,
     Groups,
     Kernels,
@@ -48,8 +44,9 @@ from dsl_bench.options import (
     Verbose,
     Winners,
     Workloads,
+    build_request,
     parse_regimes,
-    split_cases,
+    wanted,
 )
 from dsl_bench.strategies import describe as describe_strategies
 
@@ -60,15 +57,6 @@ app = typer.Typer(
     help="GPU kernel languages on the same LLM workloads, as a fraction of the best vendor kernel.",
 )
 STRATEGY_HELP = f"how to search (default: local). {describe_strategies()}"
-
-
-class Shown(enum.StrEnum):
-    """What a report shows."""
-
-    fractions = "fractions"
-    flips = "flips"
-    baselines = "baselines"
-    cost = "cost"
 
 
 def main() -> None:
@@ -164,64 +152,12 @@ def plan(
     from dsl_bench import listing
 
     check_format(fmt)
-    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
+    request = build_request(workload, backend, kernel, group, case, cases, plugin, None, None)
     request.settings.trials = trials
     with showing() as show:
         rows, seconds = listing.plan_rows(request, show)
     emit(rows, fmt)
     errors.print(f"about {seconds:.0f} s on a GPU, compiling left out", markup=False)
-
-
-def _request(
-    workload: list[str] | None,
-    backend: list[str] | None,
-    kernel: list[str] | None,
-    group: list[str] | None,
-    case: list[str] | None,
-    cases: Path | None,
-    plugin: list[str] | None,
-    out: Path | None,
-    resume: Path | None,
-) -> Any:
-    from dsl_bench import api
-
-    patterns, own, where = split_cases(case, cases)
-    if resume is not None and not resume.is_file():
-        raise UsageError(f"--resume {resume}: no such file")
-    return api.Request(
-        workload or (),
-        group or (),
-        patterns,
-        own,
-        where,
-        backend or (),
-        kernel or (),
-        plugins=plugin or (),
-        out=out,
-        resume=resume,
-    )
-
-
-def _finish(report: Any, fmt: str, verbose: bool) -> None:
-    from dsl_bench import listing, spending
-
-    warn(report.problems)
-    try:
-        if fmt == "table":
-            print(listing.outcome_summary(report), end="\n\n")
-        # a table is for eyes: data for a program lacks nothing
-        emit(listing.outcome_rows(report, refusals=verbose or fmt != "table"), fmt)
-    finally:
-        errors.print(f"records: {report.path}", markup=False, soft_wrap=True)
-    for line in spending.lines(report.records):
-        errors.print(line, markup=False, soft_wrap=True)
-    for name in report.unfinished:
-        errors.print(f"not finished within the time limit: {name}", markup=False)
-    if report.interrupted:
-        errors.print(f"to go on: the same command with --resume {report.path}", markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED)
-    if report.failed:
-        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -260,7 +196,7 @@ def run(
     check_format(fmt)
     if data not in DATA_KINDS:
         raise unknown("data", data, DATA_KINDS)
-    request = _request(workload, backend, kernel, group, case, cases, plugin, out, resume)
+    request = build_request(workload, backend, kernel, group, case, cases, plugin, out, resume)
     request.regimes, request.target, request.revision = parse_regimes(regime), target.value, revision
     request.winners = winners if winners is not None else store.default_paths()
     settings = request.settings
@@ -269,7 +205,7 @@ def run(
     settings.deadline = deadline
     with showing() as show:
         report = api.run(request, show)
-    _finish(report, fmt, verbose)
+    finish(report, fmt, verbose)
 
 
 def _replay(
@@ -284,7 +220,7 @@ def _replay(
     found = [
         s
         for s in replay.spaces(records)
-        if _wanted(s.case.workload, workloads)
+        if wanted(s.case.workload, workloads)
         and (not groups or set(groups) & set(s.case.groups))
         and (s.contender.partition("/")[0] in backends if backends else not s.vendor)
         and (not cases or any(fnmatch.fnmatch(s.case.name, pattern) for pattern in cases))
@@ -337,14 +273,14 @@ def tune(
         return
     if len(strategy or ()) > 1:
         raise UsageError(f"one --strategy at a time, not {', '.join(strategy or ())} (but with --replay)")
-    request = _request(workload, backend, kernel, group, case, cases, plugin, out, resume)
+    request = build_request(workload, backend, kernel, group, case, cases, plugin, out, resume)
     settings = request.settings
     settings.trials, settings.strategy, settings.seed = trials or 32, (strategy or ["local"])[0], seed
     settings.prune = not no_prune
     settings.trial_seconds, settings.time_limit, settings.deadline = trial_seconds, time_limit, deadline
     with showing() as show:
         report = api.tune(request, show)
-    _finish(report, fmt, verbose)
+    finish(report, fmt, verbose)
 
 
 @app.command()
@@ -362,7 +298,7 @@ def inspect(
     from dsl_bench import listing
 
     check_format(fmt)
-    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
+    request = build_request(workload, backend, kernel, group, case, cases, plugin, None, None)
     with showing() as show:
         rows, failed = listing.inspect_rows(request, show)
     emit(rows, fmt)
@@ -388,102 +324,6 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _read_page(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"--readme {path}: {getattr(fault, 'strerror', None) or fault}") from fault
-
-
-def _write_page(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as fault:
-        raise RecordError(f"--readme {path}: {fault.strerror or fault}") from fault
-
-
-def _known_only(kind: str, given: Sequence[str] | None, known: set[str]) -> None:
-    for name in given or ():
-        if name not in known:
-            raise unknown(kind, name, known)
-
-
-def _wanted(name: str, chosen: Sequence[str] | None) -> bool:
-    return not chosen or name in chosen
-
-
-def _insight(
-    show: Shown, rows: Sequence[dict[str, Any]], records: Sequence[Any], kernels: Any, fmt: str
-) -> None:
-    from dsl_bench import insights
-
-    if show == Shown.flips:
-        found, names = insights.flips(rows), insights.FLIPS
-    elif show == Shown.baselines:
-        found, names = insights.baselines(rows), insights.BASELINES
-    else:
-        found, names = insights.costs(records, kernels), insights.COSTS
-    emit(found, fmt, list(names))
-
-
-@app.command()
-def report(
-    results: Files = None,
-    geomean: Annotated[bool, typer.Option("--geomean", help="one row a group, regime and language")] = False,
-    group: Groups = None,
-    workload: Workloads = None,
-    fail_below: Annotated[
-        float | None, typer.Option(help="exit 4 when the geomean of any group shown is below this")
-    ] = None,
-    readme: Annotated[Path | None, typer.Option(help="rewrite the table between this file's markers")] = None,
-    show: Annotated[
-        Shown,
-        typer.Option(help="fractions; flips of the ranking between regimes; who was the baseline; cost"),
-    ] = Shown.fractions,
-    fmt: Annotated[str, typer.Option("--format", "-f", help="table, json, csv, md or html")] = "table",
-) -> None:
-    """The recorded results: fractions of the fastest vendor kernel, with intervals and verdicts."""
-    from dsl_bench import catalog, store
-    from dsl_bench import report as reports
-
-    check_format(fmt, (*FORMATS, "html"))
-    if show != Shown.fractions and (geomean or fmt == "html"):
-        raise UsageError(
-            f"--show {show} goes with neither --geomean nor --format html, which holds all of them"
-        )
-    page = _read_page(readme) if readme is not None else ""
-    paths = results or store.default_paths()
-    records, problems = store.read(paths)
-    warn(problems)
-    with showing() as bars:
-        found = catalog.load((), bars.say, probe=False)
-    cases = [c for _, w in found.workloads().values() for c in w.cases]
-    everything = reports.rows(records, found.hashes(), cases)
-    _known_only("workload", workload, {c.workload for c in cases} | {r["workload"] for r in everything})
-    _known_only("group", group, {g for c in cases for g in c.groups} | {r["group"] for r in everything})
-    rows = [r for r in everything if _wanted(r["workload"], workload) and _wanted(r["group"], group)]
-    if not rows:
-        raise NothingMatched(f"no recorded race matches in {', '.join(map(str, paths)) or 'no file'}")
-    means = reports.geomeans(rows, cases)
-    if readme is not None:
-        _write_page(readme, reports.render_readme(page, everything, records, cases))
-    kernels = {name: (k.workload, k.lines) for name, k in found.kernels().items()}
-    if fmt == "html":
-        from dsl_bench import page as pages
-
-        put(pages.render(rows, records, kernels, cases))
-    elif show != Shown.fractions:
-        _insight(show, rows, records, kernels, fmt)
-    else:
-        emit(
-            means if geomean else rows,
-            fmt,
-            None if fmt in ("json", "csv") else reports.short_columns(geomean),
-        )
-    if fail_below is not None and any((m["geomean"] or 0.0) < fail_below for m in means):
-        raise typer.Exit(EXIT_LOSS)
-
-
 @app.command()
 def profile(
     workload: Workloads = None,
@@ -501,7 +341,7 @@ def profile(
     from dsl_bench import store
 
     check_format(fmt)
-    request = _request(workload, backend, kernel, group, case, cases, plugin, None, None)
+    request = build_request(workload, backend, kernel, group, case, cases, plugin, None, None)
     request.winners = list(winners or store.default_paths())
     with showing() as show:
         rows = profiling.rows(request, show)
@@ -510,92 +350,8 @@ def profile(
     emit(rows, fmt, None if fmt in ("json", "csv") else list(profiling.FIELDS))
 
 
-@app.command()
-def compare(
-    before: Annotated[str, typer.Argument(help="a file, a folder, a run's id, or a git revision")],
-    after: Annotated[str, typer.Argument(help="the same, to be held against the first")],
-    threshold: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="a loss of so many per cent is none")
-    ] = 0.0,
-    workload: Workloads = None,
-    verdict: Annotated[
-        list[str] | None, typer.Option(help="only these: faster, slower, same, ambiguous, missing")
-    ] = None,
-    fmt: Format = "table",
-) -> None:
-    """Two sets of results: who is faster or slower as a fraction of one vendor kernel. Exit 4 on a loss."""
-    from dsl_bench import compare as comparing
-
-    check_format(fmt)
-    sides = comparing.load(before), comparing.load(after)
-    for side in sides:
-        warn(side.problems)
-    everything = comparing.compare(*sides, threshold / 100.0)
-    _known_only("workload", workload, {r["workload"] for r in everything})
-    _known_only("verdict", verdict, set(comparing.counts(())))
-    for line in comparing.environments(*sides):
-        errors.print(f"differs: {line}", markup=False, soft_wrap=True)
-    rows = [r for r in everything if _wanted(r["workload"], workload) and _wanted(r["verdict"], verdict)]
-    if not rows:
-        raise NothingMatched(f"nothing in {before} and {after} matches")
-    emit(rows, fmt, None if fmt in ("json", "csv") else list(comparing.FIELDS))
-    counts = comparing.counts(rows)
-    errors.print(", ".join(f"{n} {word}" for word, n in counts.items()), markup=False)
-    if counts["slower"]:
-        raise typer.Exit(EXIT_LOSS)
-
-
-@app.command()
-def record(
-    run_file: Annotated[Path, typer.Argument(help="a file that `run` or `tune` wrote")],
-    name: Annotated[str, typer.Option(help="what to call it")] = "",
-    force: Annotated[bool, typer.Option("--force", help="overwrite other results of that name")] = False,
-) -> None:
-    """Promote a run's file to results/<gpu>/, where git keeps it."""
-    from dsl_bench import store
-
-    notes: list[str] = []
-    target = store.promote(run_file, name, force, notes.append)
-    for note in notes:
-        errors.print(note, markup=False, soft_wrap=True)
-    print(target)
-
-
-@app.command()
-def check(
-    workload: Workloads = None,
-    backend: Backends = None,
-    kernel: Kernels = None,
-    group: Groups = None,
-    case: Cases = None,
-    cases: CaseFile = None,
-    plugin: Plugins = None,
-    out: Out = None,
-    verbose: Verbose = False,
-    fmt: Format = "table",
-) -> None:
-    """Correctness only: the first choice of every kernel, on the device or in the interpreter."""
-    from dsl_bench import api
-
-    check_format(fmt)
-    request = _request(
-        workload,
-        backend,
-        kernel,
-        group or ([] if case or cases else ["smoke"]),
-        case,
-        cases,
-        plugin,
-        out,
-        None,
-    )
-    request.race, request.retune = False, True
-    # as many as a backend has kernels: each shows its default
-    request.settings.trials, request.settings.trial_seconds = 8, 0.001
-    with showing() as show:
-        finished = api.run(request, show)
-    _finish(finished, fmt, verbose)
-
+cli_authoring.register(app)
+cli_results.register(app)
 
 if __name__ == "__main__":
     main()

@@ -6,13 +6,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from dsl_bench.errors import unknown
+
+if TYPE_CHECKING:
+    from dsl_bench import api
 
 errors = Console(stderr=True, highlight=False)
 
@@ -96,3 +99,27 @@ def plain_lines() -> Callable[[str, int, int], None]:
             errors.print(f"{what} {done}/{total}", markup=False)
 
     return advance
+
+
+def finish(report: api.Report, fmt: str, verbose: bool, before: Sequence[dict[str, Any]] = ()) -> None:
+    """Show what a run did (after the rows ``before``) and where its records are; exits 1 after a failure,
+    130 after an interrupt."""
+    from dsl_bench import listing, spending
+
+    warn(report.problems)
+    try:
+        if fmt == "table":
+            print(listing.outcome_summary(report), end="\n\n")
+        # a table is for eyes: data for a program lacks nothing
+        emit([*before, *listing.outcome_rows(report, refusals=verbose or fmt != "table")], fmt)
+    finally:
+        errors.print(f"records: {report.path}", markup=False, soft_wrap=True)
+    for line in spending.lines(report.records):
+        errors.print(line, markup=False, soft_wrap=True)
+    for name in report.unfinished:
+        errors.print(f"not finished within the time limit: {name}", markup=False)
+    if report.interrupted:
+        errors.print(f"to go on: the same command with --resume {report.path}", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if report.failed:
+        raise typer.Exit(EXIT_FAILED)

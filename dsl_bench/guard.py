@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import sys
 import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dsl_bench.errors import KernelFault
+from dsl_bench.kernel import Call
 
 _MISSING: Any = object()
 #: whose code runs in this process by design
@@ -209,3 +211,22 @@ def _deterministic() -> tuple[bool, bool]:
 
 def _put_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def assert_fills(role: str, calls: Iterable[Call]) -> None:
+    """KernelFault ``launch_error`` for a language's kernel that returns outputs of its own: a graph's proof
+    does not reach them. Only vendor libraries may."""
+    if role != "vendor" and any(call.allocates for call in calls):
+        _refuse("allocates", "a kernel of a language has to fill the outputs that it is given")
+
+
+def spoils_device(fault: Exception) -> bool:
+    """Whether this process can do no more work on the device after ``fault``."""
+    return "CUDA error" in str(fault) or type(fault).__name__ == "AcceleratorError"
+
+
+def is_oom(fault: Exception) -> bool:
+    """Whether ``fault`` is the refusal of an allocator, torch's, Python's or the system's."""
+    refused = isinstance(fault, OSError) and fault.errno == errno.ENOMEM
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return refused or isinstance(fault, kinds) or "allocate memory" in str(fault)

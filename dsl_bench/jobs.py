@@ -108,6 +108,12 @@ class ParseCases(msgspec.Struct, frozen=True, tag="parse_cases"):
     names: list[str] = msgspec.field(default_factory=list)
 
 
+class ExamineWorkload(msgspec.Struct, frozen=True, tag="examine_workload"):
+    """Look at what a workload promises; the value is (case, what is wrong or "", what was seen) a line."""
+
+    workload: Origin
+
+
 class Included(msgspec.Struct, frozen=True):
     """A config that must be among a case's candidates where it is valid: an earlier winner."""
 
@@ -270,6 +276,7 @@ Job = (
     Describe
     | ProbeJob
     | ParseCases
+    | ExamineWorkload
     | PlanJob
     | PreloadJob
     | CompileJob

@@ -5,12 +5,15 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsl_bench.errors import UsageError, unknown
 from dsl_bench.records import REGIMES, Regime
+
+if TYPE_CHECKING:
+    from dsl_bench import api
 
 
 class Target(enum.StrEnum):
@@ -78,3 +81,39 @@ def parse_regimes(given: Sequence[str] | None) -> tuple[Regime, ...]:
         if name not in REGIMES:
             raise unknown("regime", name, REGIMES)
     return tuple(r for r in REGIMES if not given or r in given)
+
+
+def build_request(
+    workload: list[str] | None,
+    backend: list[str] | None,
+    kernel: list[str] | None,
+    group: list[str] | None,
+    case: list[str] | None,
+    cases: Path | None,
+    plugin: list[str] | None,
+    out: Path | None,
+    resume: Path | None,
+) -> api.Request:
+    """What the options of a command ask for; UsageError where they cannot be read."""
+    from dsl_bench import api
+
+    patterns, own, where = split_cases(case, cases)
+    if resume is not None and not resume.is_file():
+        raise UsageError(f"--resume {resume}: no such file")
+    return api.Request(
+        workload or (),
+        group or (),
+        patterns,
+        own,
+        where,
+        backend or (),
+        kernel or (),
+        plugins=plugin or (),
+        out=out,
+        resume=resume,
+    )
+
+
+def wanted(name: str, chosen: Sequence[str] | None) -> bool:
+    """Whether ``name`` is among the chosen ones; none chosen means all."""
+    return not chosen or name in chosen

@@ -11,20 +11,17 @@ Everything goes the way a user's run goes: through worker processes, on the targ
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from dsl_bench import api, catalog, jobs, registry
+from dsl_bench import api, catalog, conformance, jobs, registry
 from dsl_bench.catalog import Catalog
 from dsl_bench.records import Compiled, Failure, Interpreted, Record, Skip, Trial
 from dsl_bench.session import Settings
-from dsl_bench.workload import DTYPES, Workload
+from dsl_bench.workload import Workload
 
 __all__ = ["BackendConformance", "KernelConformance", "WorkloadConformance"]
 
@@ -155,40 +152,18 @@ class WorkloadConformance(_Plugins):
 
     def test_cases_are_named_once_and_grouped(self) -> None:
         """Names are unique, dtypes known, and there is a smoke case for interpreters."""
-        cases = self._loaded().cases()
-        assert len({c.name for c in cases}) == len(cases)
-        assert all(c.dtype in DTYPES and c.workload == self.workload and c.groups for c in cases)
-        assert any("smoke" in c.groups for c in cases)
+        assert conformance.naming_faults(self._loaded()) == []
 
     def test_work_is_counted(self) -> None:
         """FLOPs and bytes are positive numbers."""
         loaded = self._loaded()
-        for case in loaded.cases():
-            assert math.isfinite(loaded.flops(case)) and loaded.flops(case) > 0, case.name
-            assert math.isfinite(loaded.bytes(case)) and loaded.bytes(case) > 0, case.name
+        assert {c.name: f for c in loaded.cases() if (f := conformance.work_faults(loaded, c))} == {}
 
     def test_the_reference_fills_every_output_in_float64(self) -> None:
         """On the smoke cases: shapes as the specs say, finite, float64."""
-        import torch
-
         loaded = self._loaded()
-        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
-        for case in (c for c in loaded.cases() if "smoke" in c.groups):
-            specs = loaded.specs(case)
-            index = loaded.index(case, np.random.default_rng(0))
-            inputs = {
-                s.name: torch.from_numpy(index[s.name])
-                if s.role == "index"
-                else torch.randn(s.shape, dtype=torch.float32).to(kinds[s.dtype])
-                for s in specs
-                if s.role != "output"
-            }
-            outputs = loaded.reference(case, inputs)
-            wanted = {s.name: s.shape for s in specs if s.role == "output"}
-            assert {n: tuple(t.shape) for n, t in outputs.items()} == wanted, case.name
-            for name, tensor in outputs.items():
-                assert tensor.dtype == torch.float64, f"{case.name}: {name} is {tensor.dtype}"
-                assert bool(torch.isfinite(tensor).all()), f"{case.name}: {name} is not finite"
+        smoke = conformance.smoke_cases(loaded)
+        assert {c.name: f for c in smoke if (f := conformance.reference_faults(loaded, c))} == {}
 
     def test_baselines_name_a_backend(self) -> None:
         """``<backend>/<name>``, so that a missing one can be named with its backend."""

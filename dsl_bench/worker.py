@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from dsl_bench import jobs, planning, registry
+from dsl_bench import conformance, jobs, planning, registry
 from dsl_bench.artifacts import compile_artifact, one_line, to_ref
 from dsl_bench.backend import Backend, Target
 from dsl_bench.errors import KernelFault, UsageError
@@ -52,6 +52,8 @@ class Worker:
                 return {t: _target(backend, t) for t in TARGETS if t in job.targets}
             case jobs.ParseCases():
                 return parse_cases(self.shelf.workload(job.workload), job)
+            case jobs.ExamineWorkload():
+                return list(conformance.examine(self.shelf.workload(job.workload)))
             case jobs.PlanJob():
                 return plan(self.shelf, job)
             case jobs.CompileJob():

