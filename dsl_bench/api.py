@@ -340,9 +340,8 @@ def _offline(
     if target == "offline":
         baselines = dict.fromkeys(k.partition("/")[0] for k in catalog.workload(workload)[1].baselines)
         vendors = [name for name in baselines if name in catalog.backends()]
-        offline.no_device(
-            session, workload, [*backends, *vendors], "no GPU", "run on a machine with a Hopper GPU"
-        )
+        everyone = list(dict.fromkeys([*backends, *vendors]))
+        offline.no_device(session, workload, everyone, "no GPU", "run on a machine with a Hopper GPU")
 
 
 def _with_kernels(session: Session, workload: str, backends: Sequence[str]) -> list[str]:

@@ -204,7 +204,8 @@ def _compiled_text(record: Compiled) -> str:
         return record.reason or f"{baked}; nothing to compile".lstrip("; ")
     facts = record.facts
     counts = " ".join(f"{op} {facts.sass[op]}" for op in OPCODES if facts.sass.get(op))
-    return f"{facts.registers} regs, stack {facts.stack}, smem {facts.smem_dynamic}; {counts}; {baked}"
+    seen = f"{facts.registers} regs, stack {facts.stack}, smem {facts.smem_dynamic}"
+    return "; ".join(filter(None, (seen, counts, baked)))
 
 
 def inspect_rows(request: api.Request, show: Progressor) -> tuple[list[Row], int]:

@@ -5,6 +5,7 @@ Templates lie in ``templates/*.in``; ``@name@`` in them is the new name.
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 from collections.abc import Mapping
@@ -89,6 +90,8 @@ def _check_name(kind: str, name: str) -> None:
         )
     if keyword.iskeyword(name):
         raise UsageError(f"{kind} name {name!r} is a word of Python's own")
+    if kind != "backend" and importlib.util.find_spec(name) is not None:
+        raise UsageError(f"{kind} name {name!r} is that of a module: {name}.py would hide it")
 
 
 def _fill(template: str, name: str) -> str:

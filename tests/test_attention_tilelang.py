@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(not READY.ready, reason=READY.reason or "ready")
 
 WORKLOADS = ("attention_prefill", "attention_decode", "mla_decode")
 LOG2E = math.log2(math.e)
+#: whether any lane's maximum has moved; its arguments are easily mixed up, the mask comes first
+VOTE = "__any_sync((uint)4294967295, (moved != 0))"
 
 
 def workload(name):
@@ -100,14 +102,39 @@ def test_schedule_deals_every_tile_once_and_evenly():
         assert max(loads) <= sum(loads) / len(lists) + max(t.cost for block in lists for t in block)
 
 
-def softmax_step(torch, s, v, top, total, acc, scale):
-    """One tile as the kernels do it: (top, total, acc) with P rounded to the type of ``v``."""
+def fused(a, scale, b):
+    """a · scale − b as one FMA does it: the product is not rounded."""
+    return (a.double() * scale - b.double()).float()
+
+
+def softmax_step(torch, s, v, top, total, acc, scale, lazy=True):
+    """One tile as the kernels do it: (top, total, acc) with P rounded to the type of ``v``. ``lazy``: what a
+    row is scaled by follows its maximum only beyond the slack."""
+    scale = torch.tensor(scale, dtype=torch.float32)
     new = torch.maximum(top, s.amax(1))
+    if lazy:
+        new = torch.where((new - top) * scale > module("_attention").SLACK, new, top)
     fade = torch.exp2((top - new) * scale)
-    p = torch.exp2(s * scale - (new * scale)[:, None])
+    p = torch.exp2(fused(s, scale.double(), (new * scale)[:, None]))
     total = total * fade + p.sum(1)
     acc = acc * fade[:, None] + p.to(v.dtype).float() @ v.float()
     return new, total, acc
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_row_that_sees_nothing_stays_finite(lazy):
+    """Both maxima are LOWEST then: the difference of two products, fused, would be the rounding of one."""
+    torch = pytest.importorskip("torch")
+    lowest, scale = torch.full((4,), module("_attention").LOWEST), torch.tensor(LOG2E / 24)
+    wrong = fused(lowest, scale.double(), lowest * scale)
+    assert (wrong.abs() > 1e6).all(), "2 to this power is infinite or zero, not one"
+    nothing, v = torch.full((4, 64), float("-inf")), torch.randn(64, 8)
+    top, total, acc = softmax_step(
+        torch, nothing, v, lowest, torch.zeros(4), torch.zeros(4, 8), LOG2E / 24, lazy
+    )
+    assert (top == lowest).all() and (total == 0).all() and (acc == 0).all()
+    top, total, acc = softmax_step(torch, torch.randn(4, 64), v, top, total, acc, LOG2E / 24, lazy)
+    assert torch.isfinite(acc).all() and (total > 0).all()
 
 
 def inputs_of(torch, load, case, seed=0):
@@ -148,7 +175,8 @@ def test_model_of_prefill(case):
     q, k, v = data["q"], data["k"], data["v"]
     out = torch.full(q.shape, float("nan"))
     scale, reach = LOG2E / math.sqrt(case["d"]), 0 if case["causal"] else prefill.ALL
-    for config in (own.default(case), *own.seeds(case)[:2]):
+    eager = {**own.default(case), "lazy": False}
+    for config in (own.default(case), *own.seeds(case)[:2], eager):
         bn, groups = config["bn"], config["groups"]
         for tile in itertools.chain(*prefill.plan(case, config, 5)):
             steps = -(-min(tile.length, tile.query + 64 * groups + reach) // bn)
@@ -166,7 +194,9 @@ def test_model_of_prefill(case):
                     if step >= max(clear, 1) or clear == 0:
                         seen = (keys[None] <= rows[:, None] + reach) & (keys[None] < tile.length)
                         s = s.masked_fill(~seen, float("-inf"))
-                    top, total, acc = softmax_step(torch, s, v[at, kv], top, total, acc, scale)
+                    top, total, acc = softmax_step(
+                        torch, s, v[at, kv], top, total, acc, scale, config["lazy"]
+                    )
                 valid = rows < tile.length
                 out[tile.start + rows[valid], tile.head] = (acc / total[:, None])[valid]
         close(torch, out, load.reference(case, data)["o"])
@@ -183,14 +213,14 @@ def join(torch, parts):
     return torch.where(norm[:, None] > 0, total / norm.clamp_min(1e-30)[:, None], 0.0)
 
 
-def attend(torch, queries, keys, values, first, tiles, seen, scale):
+def attend(torch, queries, keys, values, first, tiles, seen, scale, lazy=True):
     """Output and log-sum-exp of a piece: tiles of 64 tokens from ``first``; a row sees ``seen`` tokens."""
     rows = queries.shape[0]
     top, total, acc = torch.full((rows,), -1e30), torch.zeros(rows), torch.zeros(rows, values.shape[1])
     for t in range(first, first + tiles):
         at = t * 64 + torch.arange(64)
         s = (queries @ keys[at].float().T).masked_fill(at[None] >= seen[:, None], float("-inf"))
-        top, total, acc = softmax_step(torch, s, values[at], top, total, acc, scale)
+        top, total, acc = softmax_step(torch, s, values[at], top, total, acc, scale, lazy)
     out = torch.where(total[:, None] > 0, acc / total.clamp_min(1e-30)[:, None], 0.0)
     return out, top * scale + torch.log2(total)
 
@@ -228,8 +258,9 @@ def test_model_of_decode(case):
         close(torch, out, load.reference(case, data)["o"])
 
 
+@pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("case", small("mla_decode"), ids=lambda c: c.name)
-def test_model_of_mla(case):
+def test_model_of_mla(case, lazy):
     torch = pytest.importorskip("torch")
     load, mla = workload("mla_decode"), module("mla_decode")
     data = inputs_of(torch, load, case)
@@ -245,7 +276,7 @@ def test_model_of_mla(case):
             seen = torch.clamp(length - sq + 1 + mine // case["h"], max=length)
             tokens = paged(data["kv_cache"], data["page_table"][seq], length, 64)
             scale = LOG2E / math.sqrt(576)
-            done = attend(torch, q[seq, mine], tokens, tokens[:, :512], first, tiles, seen, scale)
+            done = attend(torch, q[seq, mine], tokens, tokens[:, :512], first, tiles, seen, scale, lazy)
             if parts == 1:
                 out[seq, mine] = done[0]
             parts_of.setdefault((slot if parts > 1 else -1, band), done)
@@ -278,18 +309,22 @@ def test_decode_compiles_without_spills(tmp_path):
 @pytest.mark.slow
 def test_prefill_overlaps_products_and_softmax(tmp_path):
     case = workload("attention_prefill").parse_case({"lens": "512"})
-    config = {"bn": 128, "groups": 2, "stages": 2, "turns": True}
+    config = {"bn": 128, "groups": 2, "stages": 2, "turns": True, "lazy": True}
     facts, meta, text = facts_of("attention_prefill", case, config, tmp_path)
     assert facts.stack == 0 and facts.sass["USETMAXREG"] == 2 and meta["threads"] == 384
     # one fence and one wait a product; where ptxas serialises, every HGMMA gets both
     assert facts.sass["HGMMA"] == 48 and facts.sass["WARPGROUP"] <= 12
     assert text.count("wait_wgmma<1>") == 2 and text.count("__syncthreads") == 1
+    assert text.count(VOTE) == 2
 
 
 @pytest.mark.slow
 def test_mla_keeps_both_warpgroups_in_registers(tmp_path):
     case = workload("mla_decode").parse_case({"lens": "100*2"})
-    facts, meta, text = facts_of("mla_decode", case, {"late": False, "extra": 4}, tmp_path)
+    facts, meta, text = facts_of(
+        "mla_decode", case, {"lazy": True, "after": True, "passing": True, "extra": 4}, tmp_path
+    )
     assert facts.stack <= 16 and facts.sass.get("LDL", 0) <= 4, "spills outside the loops only"
     assert facts.sass["HGMMA"] == 84 and facts.sass["WARPGROUP"] <= 14 and facts.sass["UTMALDG"] >= 18
+    assert text.count(VOTE) == 3
     assert "wait_wgmma<3>" in text and text.count("__syncthreads") == 1 and meta["smem"] <= 232448 - 256

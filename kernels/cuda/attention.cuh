@@ -37,10 +37,9 @@ __device__ __forceinline__ u64 rows_descriptor(u32 address, u32 chunk_bytes) {
     return SWIZZLE_128B | ATOM_STRIDE | (u64(chunk_bytes >> 4) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-// The descriptor of what lies `bytes` further on. The sum stays in the address's 14 bits, so 32-bit arithmetic
-// does.
+// The descriptor of what lies `bytes` further on.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) {
-    return (descriptor & ~0xFFFFFFFFull) | (u32(descriptor) + (bytes >> 4));
+    return descriptor + (bytes >> 4);
 }
 
 // Keeps what reads a register after a wait from being moved before it: to the compiler a wgmma's sums are there
@@ -73,9 +72,10 @@ __device__ __forceinline__ int4 load_shared4(u32 address) {
     return x;
 }
 
-// The same in all lanes, and known to be: what is computed from it may stay in uniform registers.
-__device__ __forceinline__ int uniform(int x) {
-    return __shfl_sync(~0u, x, 0);
+// What is the same in all lanes, in a uniform register: that is where the reduction leaves it, and what is computed
+// from it stays there.
+__device__ __forceinline__ u32 uniform(u32 x) {
+    return __reduce_or_sync(~0u, x);
 }
 
 __device__ __forceinline__ void store_shared4(u32 address, int4 x) {

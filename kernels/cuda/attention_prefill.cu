@@ -26,6 +26,7 @@ constexpr int Q_CHUNK = BM * ROW_BYTES, KV_CHUNK = BN * ROW_BYTES;
 constexpr int Q_BYTES = CHUNKS * Q_CHUNK, KV_BYTES = CHUNKS * KV_CHUNK;
 constexpr int O_BYTES = 64 * ROW_BYTES;  // a store buffer: 64 rows of 64 columns
 constexpr bool O_IN_Q = O_BUFFERS == 0;
+constexpr int AT_ONCE = O_IN_Q ? CHUNKS : O_BUFFERS;  // columns of 64 that are staged together
 // What setmaxnreg leaves each role; together what the launch gave the block.
 constexpr int PRODUCER_REGS = CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGS = CONSUMERS == 3 ? 160 : 232;
@@ -41,6 +42,7 @@ constexpr int OFFSET_BARRIERS = OFFSET_ITEMS + ITEM_SLOTS * 16;
 constexpr int BARRIERS = 2 * Q_BUFFERS + 4 * STAGES;
 static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
 static_assert(D == 64 || D == 128 || D == 256, "whole 128-byte columns that wgmma takes as N");
+static_assert(CHUNKS % AT_ONCE == 0, "columns are staged in equal parts");
 static_assert(BN % 16 == 0 && BN <= 256, "probabilities are multiplied 16 keys at a time");
 static_assert((STAGES & (STAGES - 1)) == 0, "stages are counted by masks");
 static_assert(!(CHAIN && O_IN_Q), "the next item's Q is wanted before the rows of this one are stored");
@@ -60,7 +62,7 @@ struct Item {
 
 __device__ __forceinline__ Item load_item(u32 address) {
     const int4 x = load_shared4(address);
-    return {uniform(x.x), uniform(x.y), uniform(x.z), uniform(x.w)};
+    return {int(uniform(x.x)), int(uniform(x.y)), int(uniform(x.z)), int(uniform(x.w))};
 }
 
 // attention_prefill.py packs it.
@@ -79,7 +81,7 @@ __device__ __forceinline__ int stage_of(int t) {
     return t & (STAGES - 1);
 }
 __device__ __forceinline__ u32 phase_of(int t) {
-    return t / STAGES & 1;
+    return u32(t) / STAGES & 1;
 }
 
 struct Shared {
@@ -243,11 +245,13 @@ __device__ __forceinline__ void start(float (&s)[BN / 2], u32 (&p)[BN / 4], floa
 // Issues S = Q·Kᵀ of tile number t + 1, then O += P·V of number t, and waits for S.
 __device__ __forceinline__ void issue(float (&s)[BN / 2], const u32 (&p)[BN / 4], float (&o)[D / 2], u32 q,
                                       const Shared& shared, const Place& at, int t) {
+    // wgmma takes descriptors from uniform registers; the addresses are in theirs before the turn comes
+    const u32 q_at = uniform(q), k_at = uniform(shared.k(stage_of(t + 1))), v_at = uniform(shared.v(stage_of(t)));
     barrier_wait(shared.k_full(stage_of(t + 1)), phase_of(t + 1));
     at.take_turn();
-    multiply_qk(s, q, shared.k(stage_of(t + 1)));
+    multiply_qk(s, q_at, k_at);
     barrier_wait(shared.v_full(stage_of(t)), phase_of(t));
-    multiply_pv(o, p, shared.v(stage_of(t)));
+    multiply_pv(o, p, v_at);
     at.pass_turn();
     wgmma_wait<1>();
     pin(s);
@@ -282,30 +286,35 @@ __device__ __forceinline__ void store_output(const float (&o)[D / 2], const Tens
     if constexpr (O_IN_Q) named_sync(at.own_bar(), 128);  // the neighbours' products may still read these rows
     if (rows > 0) {
         const u32 line = (16 * at.warp + at.lane % 16) * ROW_BYTES, swizzle = at.lane % 8 * 16;
+        const auto buffer = [&](int c) {
+            return O_IN_Q ? q + c * Q_CHUNK + at.owner * O_BYTES : shared.o(at.owner, c % AT_ONCE);
+        };
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            u32 buffer = 0;
-            if constexpr (O_IN_Q) {
-                buffer = q + c * Q_CHUNK + at.owner * O_BYTES;
-            } else {
-                buffer = shared.o(at.owner, c % (O_IN_Q ? 1 : O_BUFFERS));
-                if (at.lane == 0) tma_store_wait<O_IN_Q ? 0 : O_BUFFERS - 1>();
+        for (int first = 0; first < CHUNKS; first += AT_ONCE) {
+            if constexpr (!O_IN_Q) {
+                if (at.lane == 0) tma_store_wait<0>();
                 __syncwarp();
             }
 #pragma unroll
-            for (int x = 0; x < 64; x += 16) {
-                const float* const f = &o[(64 * c + x) / 2];
-                stmatrix(buffer + line + (((x + at.lane / 16 * 8) * 2) ^ swizzle), pack(f[0], f[1]), pack(f[2], f[3]),
-                         pack(f[4], f[5]), pack(f[6], f[7]));
-            }
-            const u32 line0 = buffer + 16 * at.warp * ROW_BYTES;
-            const int column = item.head() * D + 64 * c;
+            for (int c = first; c < first + AT_ONCE; ++c)
+#pragma unroll
+                for (int x = 0; x < 64; x += 16) {
+                    const float* const f = &o[(64 * c + x) / 2];
+                    stmatrix(buffer(c) + line + (((x + at.lane / 16 * 8) * 2) ^ swizzle), pack(f[0], f[1]),
+                             pack(f[2], f[3]), pack(f[4], f[5]), pack(f[6], f[7]));
+                }
             fence_async_proxy();
             __syncwarp();
-            if (rows < 16)
-                store_rows(args.o + size_t(item.start + row) * args.pitch + column, args.pitch, line0, rows, at.lane);
-            else if (at.lane == 0)
-                tma_store(&map, line0, column, item.start + row);
+#pragma unroll
+            for (int c = first; c < first + AT_ONCE; ++c) {
+                const u32 line0 = buffer(c) + 16 * at.warp * ROW_BYTES;
+                const int column = item.head() * D + 64 * c;
+                u16* const to = args.o + size_t(item.start + row) * args.pitch + column;
+                if (rows < 16)
+                    store_rows(to, args.pitch, line0, rows, at.lane);
+                else if (at.lane == 0)
+                    tma_store(&map, line0, column, item.start + row);
+            }
             if (at.lane == 0) tma_store_commit();
         }
     }

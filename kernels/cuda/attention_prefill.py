@@ -51,6 +51,9 @@ STORE_BYTES = 64 * 64 * 2
 #: the SMs that the cost model thinks of, their clock in MHz, and fp32 FLOPs a clock of one's tensor cores
 SMS, CLOCK, TENSOR = 132, 1500, 4096
 
+#: tokens up to which walks are so short that chaining them pays
+SHORT_TOKENS = 1024
+
 Items = tuple[tuple[int, int, int, int], ...]
 
 
@@ -79,17 +82,12 @@ class Layout:
 def layout(d: int, bm: int, bn: int) -> Layout | None:
     """The roomiest layout that fits, or None. Sizes as in attention_prefill.cu."""
     chunks = d // 64
-    for stages, q_buffers, o_buffers in (
-        (4, 2, 1),
-        (2, 2, chunks),
-        (2, 2, 1),
-        (2, 1, chunks),
-        (2, 1, 1),
-        (2, 1, 0),
-    ):
+    stores = [n for n in (4, 2, 1) if chunks % n == 0]
+    choices = [(2, 2, n) for n in stores] + [(2, 1, n) for n in (*stores, 0)]
+    for stages, q_buffers, o_buffers in ((4, 2, chunks), *choices):
         tiles = q_buffers * bm * d * 2 + 2 * stages * bn * d * 2
-        stores = bm // 64 * o_buffers * STORE_BYTES
-        smem = 1024 + tiles + stores + 4 * 16 + 8 * (2 * q_buffers + 4 * stages)
+        staged = bm // 64 * o_buffers * STORE_BYTES
+        smem = 1024 + tiles + staged + 4 * 16 + 8 * (2 * q_buffers + 4 * stages)
         if smem <= SMEM_LIMIT:
             return Layout(stages, q_buffers, o_buffers, smem)
     return None
@@ -207,8 +205,10 @@ def valid(case: Case, config: Config) -> str | None:
     in_place = layout_of(d, tile).o_buffers == 0
     if config["chain"] and in_place:
         return "rows of O take the place of Q, which the next item would want before they are stored"
-    if sum(not config[name] for name in ("pingpong", "overlap", "chain")) > 1 + in_place:
-        return "of pingpong, overlap and chain one at most is left out"
+    if not config["pingpong"] and not (config["overlap"] and (config["chain"] or in_place)):
+        return "without turns nothing else that hides the softmax may be missing"
+    if tile == "192x128" and not config["pingpong"]:
+        return "three warpgroups without turns spill registers"
     if case["hq"] >= 1 << 16 or case["hkv"] >= 1 << 15:
         return "a tile's entry holds 16 bits of each head"
     batch = batch_of(case)
@@ -281,26 +281,26 @@ def bind(
 def default(case: Case) -> Config:
     """The usual tile; full attention at D 128 has room for more keys."""
     wide = case["d"] == 128 and not case["causal"]
-    tile = "128x176" if wide else TILES.get(case["d"], ("128x128",))[0]
-    return _config(case, tile)
+    return _config(case, "128x176" if wide else TILES.get(case["d"], ("128x128",))[0])
 
 
 def _config(case: Case, tile: str, **changes: Any) -> dict[str, Any]:
-    chain = int(case["d"] not in TILES or layout_of(case["d"], tile).o_buffers > 0)
+    """``tile`` as it is usually run: chained where walks are short, if it can be."""
+    short = max(batch_of(case).lens) <= SHORT_TOKENS
+    chain = int(short and case["d"] in TILES and layout_of(case["d"], tile).o_buffers > 0)
     first = {"tile": tile, "pingpong": 1, "overlap": 1, "chain": chain, "order": "longest"}
     return {**first, "schedule": "dynamic", **changes}
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """One change each: the order, the dealing, the tile, the schedule within a block."""
-    first = str(default(case)["tile"])
-    found = [_config(case, first, order="groups")]
-    found += [_config(case, first, schedule="static")]
-    found += [_config(case, tile) for tile in TILES.get(case["d"], ()) if tile != first]
-    found += [_config(case, first, order="sections")]
-    found += [_config(case, first, **{name: 0}) for name in ("pingpong", "overlap", "chain")]
-    first_config = default(case)
-    return [c for c in found if c != first_config and valid(case, c) is None]
+    """One change each: the chain, the order, the dealing, the tile, the assembler's order."""
+    first = default(case)
+    tile = str(first["tile"])
+    found = [_config(case, tile, chain=1 - int(first["chain"]))]
+    found += [_config(case, tile, order="groups"), _config(case, tile, schedule="static")]
+    found += [_config(case, other) for other in TILES.get(case["d"], ()) if other != tile]
+    found += [_config(case, tile, order="sections"), _config(case, tile, overlap=0)]
+    return [c for c in found if valid(case, c) is None]
 
 
 @lru_cache(maxsize=4096)

@@ -25,6 +25,9 @@ PIECE = 8
 UNIT = 4
 #: below any score: rows that see no token keep it, and stay free of NaN
 LOWEST = -1e30
+#: what a maximum may grow by, in powers of two, before the sums of its row are rescaled: weights up to 256
+#: lose nothing in any of the types
+SLACK = 8.0
 #: hand-specialised kernels with barriers of their own: no second specialisation, no inserted barrier
 BY_HAND = {
     "tl.disable_warp_specialized": True,

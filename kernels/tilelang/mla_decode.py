@@ -20,7 +20,12 @@ from tilelang.layout import make_swizzled_layout
 from dsl_bench.backends.tilelang import TilelangSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
-SPACE = {"late": (False, True), "extra": (4, 1, 8)}
+SPACE = {
+    "lazy": (True, False),
+    "after": (True, False),
+    "passing": (False, True),
+    "extra": (4, 1, 8),
+}
 D, DV, TILE, ROWS = 576, 512, 64, 64
 HALF = DV // 2
 ELEMENT = {"bf16": "bfloat16", "fp16": "float16"}
@@ -28,17 +33,20 @@ ELEMENT = {"bf16": "bfloat16", "fp16": "float16"}
 LEFT, RIGHT = (0, 64, 128, 192, 512), (256, 320, 384, 448)
 
 
-def build(late: bool, dtype: str) -> Any:
+def build(after: bool, lazy: bool, passing: bool, dtype: str) -> Any:
     """The prim_func: q [batch · rows, 576], kv [pool, 64, 576], table [batch, widest], o [batch, rows, 512];
     pieces [n, 8] and bounds [blocks + 1] of ``_attention.split``; sums [slots, rows, 512] and lse [slots,
     rows] fp32, written by pieces that are parts. ``h`` rows share a query token, of ``sq``.
 
-    ``late``: the right product waits until the next scores are done, so as to run beneath their softmax."""
+    ``after``: row sums and the handing over of P come behind the left product, which then starts sooner.
+    ``lazy``: what a row is scaled by follows its maximum only where that has grown by ``host.SLACK``, so that
+    nearly all tiles leave the sums as they are. ``passing``: pages are the first to leave L2."""
     queries, batch, rows, pool, widest = (
         T.dynamic(x) for x in ("queries", "batch", "rows", "pool", "widest")
     )
     total_pieces, ends, slots = (T.dynamic(x) for x in ("total_pieces", "ends", "slots"))
     scale = host.log2_scale(D)
+    hint = boxes.FIRST if passing else boxes.NORMAL
 
     @T.prim_func
     def mla(
@@ -86,6 +94,7 @@ def build(late: bool, dtype: str) -> Any:
             seq, band, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             tiles, length = T.alloc_var("int32"), T.alloc_var("int32")
             mine, parts, page = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
+            moved = T.alloc_var("int32", init=1)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(240, 1)
@@ -120,26 +129,37 @@ def build(late: bool, dtype: str) -> Any:
                                     )
                             T.copy(top, old)
                             T.reduce_max(s, top, dim=1, clear=False)
+                            if lazy:
+                                moved = 0
+                                for i in T.Parallel(ROWS):
+                                    if (top[i] - old[i]) * scale > host.SLACK:
+                                        moved = 1
+                                    else:
+                                        top[i] = old[i]
                             for i in T.Parallel(ROWS):
-                                fade[i] = T.exp2(old[i] * scale - top[i] * scale)
+                                # a difference of products, fused, is no zero where both are LOWEST
+                                fade[i] = T.exp2((old[i] - top[i]) * scale)
                             for i, j in T.Parallel(ROWS, TILE):
                                 s[i, j] = T.exp2(s[i, j] * scale - top[i] * scale)
-                            T.reduce_sum(s, part, dim=1)
-                            for i in T.Parallel(ROWS):
-                                total[i] = total[i] * fade[i] + part[i]
                             T.copy(s, p)
-                            T.barrier_wait(p_empty[0], given ^ 1)
-                            given = given ^ 1
-                            T.copy(p, p_tile)
-                            T.copy(fade, faded)
-                            if not more:
-                                T.copy(total, inverse)
-                            T.fence_proxy_async()
-                            if not (late and more):
-                                T.barrier_arrive(p_full[0])
-                            for i, j in T.Parallel(ROWS, HALF):
-                                left[i, j] = left[i, j] * fade[i]
-                            T.wgmma_gemm(p, ring[slot, :, 0:HALF], left)
+                            for product in (True, False) if after else (False, True):
+                                if product:
+                                    if not lazy or T.any_sync(moved != 0):
+                                        for i, j in T.Parallel(ROWS, HALF):
+                                            left[i, j] = left[i, j] * fade[i]
+                                    T.wgmma_gemm(p, ring[slot, :, 0:HALF], left)
+                                else:
+                                    T.reduce_sum(s, part, dim=1)
+                                    for i in T.Parallel(ROWS):
+                                        total[i] = total[i] * fade[i] + part[i]
+                                    T.barrier_wait(p_empty[0], given ^ 1)
+                                    given = given ^ 1
+                                    T.copy(p, p_tile)
+                                    T.copy(fade, faded)
+                                    if not more:
+                                        T.copy(total, inverse)
+                                    T.fence_proxy_async()
+                                    T.barrier_arrive(p_full[0])
                             held = slot
                             slot = slot ^ 1
                             if slot == 0:
@@ -162,8 +182,6 @@ def build(late: bool, dtype: str) -> Any:
                                     T.barrier_arrive(left_empty[held])
                                 T.wait_wgmma(0)
                                 T.warpgroup_fence_operand(s, num_regs=ROWS * TILE // 128)
-                                if late:
-                                    T.barrier_arrive(p_full[0])
                             else:
                                 if T.shuffle_elect(32):
                                     T.barrier_arrive(q_empty[0])
@@ -197,10 +215,14 @@ def build(late: bool, dtype: str) -> Any:
                         T.barrier_wait(p_full[0], given)
                         given = given ^ 1
                         T.barrier_wait(right_full[slot], phase)
+                        moved = 0
                         for i in T.Parallel(ROWS):
                             scaled[i] = faded[i]
-                        for i, j in T.Parallel(ROWS, HALF):
-                            right[i, j] = right[i, j] * scaled[i]
+                            if scaled[i] < 1:
+                                moved = 1
+                        if not lazy or T.any_sync(moved != 0):
+                            for i, j in T.Parallel(ROWS, HALF):
+                                right[i, j] = right[i, j] * scaled[i]
                         T.wgmma_gemm(p_tile, ring[slot, :, HALF:DV], right)
                         if t == tiles - 1:
                             for i in T.Parallel(ROWS):
@@ -273,6 +295,7 @@ def build(late: bool, dtype: str) -> Any:
                                                 full[slot],
                                                 T.access_ptr(ring[slot, 0, c], "w", TILE, boxes.ATOM),
                                                 (page, 0, c),
+                                                hint,
                                             )
                                         )
                             slot = slot ^ 1
@@ -283,8 +306,8 @@ def build(late: bool, dtype: str) -> Any:
 
 
 def static(case: Case, config: Config) -> Static:
-    """The order of the two warpgroups and the element type; all sizes stay runtime values."""
-    return {"late": config["late"], "dtype": ELEMENT[case.dtype]}
+    """The order of work, the hint for L2 and the element type; all sizes stay runtime values."""
+    return {**{x: config[x] for x in ("after", "lazy", "passing")}, "dtype": ELEMENT[case.dtype]}
 
 
 def source(static: Static, arch: str) -> TilelangSource:
@@ -350,15 +373,23 @@ def valid(case: Case, config: Config) -> str | None:
 
 
 def default(case: Case) -> Config:
-    """A part of 64 rows costs about four pages: 128 KiB to write, and to read again."""
-    return {"late": False, "extra": 4 if case["h"] * case["sq"] > 32 else 1}
+    """A part of 64 rows costs about four pages: 128 KiB to write, and to read again. Pages that one block reads
+    need no place in L2."""
+    rows = case["h"] * case["sq"]
+    return {"lazy": True, "after": True, "passing": rows <= ROWS, "extra": 4 if rows > 32 else 1}
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """The other order of the warpgroups, and a split that counts parts for more or less."""
+    """The other hint, the other order, and splits that count parts for less or more."""
     first = default(case)
     other = 1 if first["extra"] == 4 else 4
-    found: list[dict[str, Any]] = [{**first, "late": True}, {**first, "extra": other}, {**first, "extra": 8}]
+    found: list[dict[str, Any]] = [
+        {**first, "passing": not first["passing"]},
+        {**first, "after": False},
+        {**first, "extra": other},
+        {**first, "lazy": False, "after": False, "passing": False},
+        {**first, "extra": 8},
+    ]
     return [config for config in found if valid(case, config) is None]
 
 

@@ -1,8 +1,8 @@
 """What the attention kernels share: cutting sequences into equal shares, and adding up parts of a softmax.
 
-A part of a sequence leaves three things a row: the largest logit (base 2), the sum of 2**(logit − largest), and
-the sum of values with these weights, all fp32. Parts lie in slots of ``part`` [slots, rows, D] and ``stat``
-[slots, 2, rows] (largest, sum), ``rows`` being all query rows of a sequence.
+A part of a sequence leaves three things a row: the largest logit (base 2), the sum of 2**(logit - largest),
+and the sum of values with these weights, all fp32. Parts lie in slots of ``part`` [slots, rows, D] and
+``stat`` [slots, 2, rows] (largest, sum), ``rows`` being all query rows of a sequence.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def combine(
     o, part, stat, splits,
     ROWS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The parts of every cut sequence: splits int32 [cuts, 3] (sequence, first slot, slots), R rows a block."""
+    """Adds the parts of every cut sequence: splits int32 [cuts, 3] (sequence, first slot, slots)."""
     BLOCKS: tl.constexpr = (ROWS + R - 1) // R
     cut = tl.program_id(0) // BLOCKS
     row = tl.program_id(0) % BLOCKS * R
@@ -85,8 +85,8 @@ def combine(
 @dataclass(frozen=True)
 class Plan:
     """Shares of about equal cost. Share i works on ``items[first[i]:first[i + 1]]``, each a run of tiles of
-    one sequence: (sequence, first tile, end, tokens, slot, cut, first slot of the cut, slots of the cut), slot
-    and cut being -1 where the run is the whole sequence. ``cuts``: (sequence, first slot, slots)."""
+    one sequence: (sequence, first tile, end, tokens, slot, cut, first slot of the cut, slots of the cut),
+    slot and cut being -1 where the run is the whole sequence. ``cuts``: (sequence, first slot, slots)."""
 
     first: tuple[int, ...]
     items: tuple[tuple[int, ...], ...]

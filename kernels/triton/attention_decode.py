@@ -237,7 +237,7 @@ def bind(
 def _smem(case: Case, config: Mapping[str, Any]) -> int:
     """Shared memory of a block in bytes: the ring of K and V tiles (of ``stages`` one is in registers), the
     queries, and room to exchange weights."""
-    return int((config["stages"] - 1) * config["bn"] * case["d"] * 4 + 7168)
+    return int((config["stages"] - 1) * config["bn"] * case["d"] * 4 + config["bn"] * 32 + 4224)
 
 
 def valid(case: Case, config: Config) -> str | None:
@@ -254,10 +254,12 @@ def valid(case: Case, config: Config) -> str | None:
     flight = blocks * (stages - 1) * stage
     if flight < 96 * 1024:
         return f"{flight} bytes in flight on an SM are too few"
-    if blocks * warps > 12:
+    if blocks * warps > (8 if bn == 128 and config["fused"] else 12):
         return f"{blocks} blocks of {warps} warps take more registers than an SM has"
     if bn == 128 and warps < 4:
         return f"{warps} warps for {bn} tokens"
+    if bn == 32 and not config["fused"]:
+        return "tiles of 32 tokens spill without the combine"
     return None
 
 
@@ -296,6 +298,6 @@ KERNEL = Kernel(
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
     files=("_common.py", "_attention.py"),
-    summary="equal shares of the paged cache, query heads of a KV head as one tile, parts added by the last block",
+    summary="equal shares of the paged cache, heads of a group as one tile, parts added by the last block",
 )
 KERNELS = (KERNEL,)

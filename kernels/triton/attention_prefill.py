@@ -1,4 +1,4 @@
-"""``triton/attention_prefill``: attention of a ragged batch by tiles of queries, K and V streamed by tensor map.
+"""``triton/attention_prefill``: attention of a ragged batch by tiles of queries, K and V by tensor map.
 
 A block takes a tile of queries of a head and walks over its keys; blocks start in the order of falling work.
 Bound by the tensor cores and, beneath them, by the exponentials: the forms differ in what runs at once.
@@ -64,10 +64,10 @@ def prefill_plain(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, CAUSAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """q [tokens, HQ·D], k and v [tokens, HKV·D] are descriptors with blocks of BM or BN tokens of a head (v of
-    at most 128 of its columns), o [tokens, HQ·D] a pointer; work int32 [tiles, 3]: first token of the sequence,
-    its tokens, first query. Heads of 256 have two sums: every wgmma of 256 columns would wait for the one
-    before."""
+    """q [tokens, HQ·D], k and v [tokens, HKV·D] are descriptors with blocks of BM or BN tokens of a head (v
+    of at most 128 of its columns), o [tokens, HQ·D] a pointer; work int32 [tiles, 3]: first token of the
+    sequence, its tokens, first query. Heads of 256 have two sums: every wgmma of 256 columns would wait for
+    the one before."""
     DV: tl.constexpr = min(D, 128)
     head = tl.program_id(0) % HQ
     entry = work + tl.program_id(0) // HQ * 3
@@ -226,8 +226,8 @@ def valid(case: Case, config: Config) -> str | None:
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """Every tile with its deepest ring, in the table's order; those of two blocks first where sequences are so
-    short that starting and ending a tile is what takes time."""
+    """Every tile with its deepest ring, in the table's order; those of two blocks first where sequences are
+    so short that starting and ending a tile is what takes time."""
     lengths = [n for n in _lengths(case) if n]
     short = sum(n * n for n in lengths) < 1024 * sum(lengths)
     found = [config for config in KERNEL.configs() if valid(case, config) is None]

@@ -1,4 +1,4 @@
-"""``triton/attention_prefill_gluon``: ragged prefill in Gluon, a producer and two consumer warpgroups of 64 rows.
+"""``triton/attention_prefill_gluon``: ragged prefill in Gluon, a producer and two consumers of 64 rows each.
 
 Each consumer issues the product of the next keys, then that of these weights with their values, and weighs
 the next logits while the second runs; the two consumers fall out of step, so that one weighs while the other
@@ -6,7 +6,6 @@ multiplies. Blocks are persistent: each has a list of tiles, dealt out by fallin
 producer loads the next tile's keys beneath the end of this one. Bound by the tensor cores.
 """
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +16,6 @@ from triton.experimental.gluon._runtime import constexpr_function
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,18 +24,13 @@ from dsl_bench.backends.triton import TritonSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static, int_list
 
 from . import _common as common
+from ._attention_gluon import BM, computed, deal, load_box
 
 SPACE = {
     "bn": (128, 64),
     "stages": (2, 3, 4),
     "pingpong": (True, False),
 }
-#: queries of a tile
-BM = 128
-#: key blocks' worth of time that starting and ending a tile costs
-OVERHEAD = 1.5
-#: Triton renamed it between 3.6 and 3.9
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -108,17 +101,6 @@ def weigh(s, top, total, SCALE: gl.constexpr):
     p = gl.exp2(s * SCALE - new[:, None])
     alpha = gl.exp2(top - new)
     return p, new, total * alpha + gl.sum(p, 1), alpha
-
-
-@gluon.jit
-def computed(x):
-    """x, which is never negative; a branch on it keeps what follows behind its computation. The assembler moves
-    a wait for wgmma ahead of all that it does not depend on, and the softmax would run after the products
-    instead of beneath them."""
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.geu.f32 p, $1, 0f00000000; mov.f32 $0, $1; again: @p bra done; nanosleep.u32 100; bra again; done:}",
-        "=f,f,~{memory}", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @constexpr_function
@@ -273,9 +255,9 @@ def prefill(
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SCALE: gl.constexpr, CAUSAL: gl.constexpr,
     BN: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
 ):  # fmt: skip
-    """q [tokens, HQ·D], k and v [tokens, HKV·D] are descriptors with blocks of 64 or BN tokens of a head (v of
-    at most 128 of its columns), o [tokens, HQ·D] a pointer. Block i takes items first[i] … first[i + 1] of
-    items int32 [tiles, 4]: first token of the sequence, its tokens, first query, head."""
+    """q [tokens, HQ·D], k and v [tokens, HKV·D] are descriptors with blocks of 64 or BN tokens of a head (v
+    of at most 128 of its columns), o [tokens, HQ·D] a pointer. Block i takes items first[i] … first[i + 1]
+    of items int32 [tiles, 4]: first token of the sequence, its tokens, first query, head."""
     DV: gl.constexpr = min(D, 128)
     queries = gl.allocate_shared_memory(q.dtype, [2, 64, D], q.layout)
     ring_k = gl.allocate_shared_memory(k.dtype, [STAGES, BN, D], k.layout)
@@ -345,28 +327,6 @@ def source(static: Static, arch: str) -> TritonSource:
     )  # fmt: skip
 
 
-def deal(
-    lengths: Sequence[int], heads: int, bn: int, causal: bool, blocks: int
-) -> list[list[tuple[int, int, int, int]]]:
-    """Tiles (first token of the sequence, its tokens, first query, head) of each block: the dearest first, each
-    to the block that has least."""
-    tiles, start = [], 0
-    for tokens in lengths:
-        for row in range(0, tokens, BM):
-            end = min(tokens, row + BM) if causal else tokens
-            tiles.append((-(-end // bn) + OVERHEAD * 128 / bn, (start, tokens, row)))
-        start += tokens
-    tiles.sort(key=lambda tile: -tile[0])
-    loads = [(0.0, i) for i in range(min(blocks, len(tiles) * heads))]
-    lists: list[list[tuple[int, int, int, int]]] = [[] for _ in loads]
-    for cost, tile in tiles:
-        for head in range(heads):
-            load, i = loads[0]
-            lists[i].append((*tile, head))
-            heapq.heapreplace(loads, (load + cost, i))
-    return lists
-
-
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
@@ -428,8 +388,8 @@ KERNEL = Kernel(
     static=static,
     source=source,
     bind=bind,
-    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6,<3.7",)),
-    files=("_common.py",),
-    summary="Gluon: a producer, two consumers of 64 queries out of step, persistent, dealt out by falling work",
+    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
+    files=("_common.py", "_attention_gluon.py"),
+    summary="Gluon: a producer, two consumers of 64 queries by turns; tiles dealt out by falling work",
 )
 KERNELS = (KERNEL,)

@@ -1,4 +1,4 @@
-"""``triton/mla_decode``: latent attention by shares of the cache, a block of it loaded once as keys and values.
+"""``triton/mla_decode``: latent attention by shares of the cache, each tile loaded once as keys and values.
 
 A block takes up to 64 query rows (heads × queries) and walks its share of the tokens: 512 + 64 columns of a
 tile arrive by tensor map, the product with the queries reads them transposed, that with the weights as they
@@ -179,7 +179,7 @@ def _smem(config: Mapping[str, Any]) -> int:
 
 def valid(case: Case, config: Config) -> str | None:
     """What fits into shared memory and registers, with enough bytes in flight."""
-    bm, bn, warps, stages = (int(config[x]) for x in ("bm", "bn", "warps", "stages"))
+    bm, bn, warps = (int(config[x]) for x in ("bm", "bn", "warps"))
     rows = case["h"] * case["sq"]
     if bm > attention.power(rows, 16) or bm < min(64, attention.power(rows, 16)):
         return f"tiles of {bm} rows for {rows} of a sequence"
@@ -224,6 +224,6 @@ KERNEL = Kernel(
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
     files=("_common.py", "_attention.py"),
-    summary="equal shares of the latent cache, each tile loaded once as keys and values; a second launch adds",
+    summary="equal shares of the latent cache, tiles loaded once as keys and values; a second launch adds",
 )
 KERNELS = (KERNEL,)

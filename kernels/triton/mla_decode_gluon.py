@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,6 +26,7 @@ from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static, int_list
 from . import _attention as attention
 from . import _common as common
 from ._attention import combine
+from ._attention_gluon import computed, load_box
 
 SPACE = {
     "overhead": (3, 1, 5),
@@ -34,20 +34,6 @@ SPACE = {
 }
 #: query rows of a block, tokens of a tile (a page), columns of a load and a sum, rotary columns
 BM, BN, PART, ROPE = 64, 64, 128, 64
-#: Triton renamed it between 3.6 and 3.9
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def computed(x):
-    """x, which is never negative; a branch on it keeps what follows behind its computation. The assembler moves
-    a wait for wgmma ahead of all that it does not depend on, and the softmax would run after the products
-    instead of beneath them."""
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.geu.f32 p, $1, 0f00000000; mov.f32 $0, $1; "
-        "again: @p bra done; nanosleep.u32 100; bra again; done:}",
-        "=f,f,~{memory}", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -108,7 +94,7 @@ def multiply(shared, bars, it, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def weigh(s, top, tile, last, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of one tile of raw logits, in base 2, the new largest, the factor of the sums, and its own sum."""
+    """Weights of one tile of raw logits in base 2, new largest, factor of the sums, and its own sum."""
     keys = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     s = gl.where(keys[None, :] <= last[:, None], s * SCALE, float("-inf"))
     new = gl.maximum(top, gl.max(s, 1))
@@ -135,7 +121,8 @@ def tell(shared, bars, p, top, alpha, more, OWNER: gl.constexpr):
 def hear(shared, bars, it, OWNER: gl.constexpr, LAYOUT: gl.constexpr):
     """Largest, factor and sum of the other consumer's tile ``it``."""
     _queries, _queries_rope, _latent, _rope, _weights, stats = shared
-    _q_full, _q_free, _full, _free, told = bars
+    _q_full, _q_free, full, _free, told = bars
+    mbarrier.wait(full.index((it & 1) * 2 + OWNER), it >> 1 & 1)
     mbarrier.wait(told.index(1 - OWNER), it >> 1 & 1)
     line: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return stats.index(0).load(line), stats.index(1).load(line), stats.index(2).load(line)
@@ -304,7 +291,12 @@ def source(static: Static, arch: str) -> TritonSource:
     add = TritonSource(
         fn=combine,
         signature={"o": f"*{t}", "part": "*fp32", "stat": "*fp32", "splits": "*i32"},
-        constexprs={"ROWS": static["h"] * static["sq"], "R": static["add"], "D": 512, "C": 8 // static["add"]},
+        constexprs={
+            "ROWS": static["h"] * static["sq"],
+            "R": static["add"],
+            "D": 512,
+            "C": 8 // static["add"],
+        },
         attrs=dict.fromkeys(("o", "part", "stat", "splits"), 16),
         options={"num_warps": 4, "num_stages": 1},
     )
@@ -389,8 +381,8 @@ KERNEL = Kernel(
     static=static,
     source=source,
     bind=bind,
-    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6,<3.7",)),
-    files=("_common.py", "_attention.py"),
+    needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
+    files=("_common.py", "_attention.py", "_attention_gluon.py"),
     summary="Gluon: two consumers by turns at the logits, each with half of the sums, a producer beside them",
 )
 KERNELS = (KERNEL,)
