@@ -136,7 +136,7 @@ def prefill(tiles: list[int], stages: int, pingpong: bool, replay: Replay) -> li
     return added
 
 
-def mla(items: list[int], replay: Replay) -> list[list[int]]:
+def mla(items: list[int], early: bool, replay: Replay) -> list[list[int]]:
     """mla_decode_gluon with items of so many tiles; the tiles each consumer added."""
     q_full, q_free = Barrier(1), Barrier(2)
     full, free = [Barrier(1) for _ in range(4)], [Barrier(1) for _ in range(4)]
@@ -151,7 +151,7 @@ def mla(items: list[int], replay: Replay) -> list[list[int]]:
             q_full.arrive(1)
             replay.load(held, "q", item, q_full)
             for _ in range(tiles):
-                for half in (0, 1):
+                for half in (1, 0) if early and it & 1 else (0, 1):
                     slot = (it & 1) * 2 + half
                     yield free[slot], it >> 1 & 1 ^ 1
                     full[slot].arrive(1)
@@ -162,7 +162,7 @@ def mla(items: list[int], replay: Replay) -> list[list[int]]:
         it = 0
 
         def multiply(at: int, item: int) -> Agent:
-            for half in (0, 1):
+            for half in (owner, 1 - owner) if early else (0, 1):
                 yield full[(at & 1) * 2 + half], at >> 1 & 1
             assert [held[(at & 1) * 2], held[(at & 1) * 2 + 1], held["q"]] == [at, at, item]
 
@@ -220,8 +220,9 @@ def test_prefill(stages: int, pingpong: bool) -> None:
         assert prefill(tiles, stages, pingpong, replay) == [list(range(sum(tiles)))] * 2
 
 
-def test_mla() -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_mla(early: bool) -> None:
     for seed in range(600):
         replay = Replay(seed)
         items = [replay.random.choice((0, 1, 2, 3, 4, 7)) for _ in range(replay.random.randrange(1, 6))]
-        assert mla(items, replay) == [list(range(sum(items)))] * 2
+        assert mla(items, early, replay) == [list(range(sum(items)))] * 2

@@ -20,15 +20,12 @@ from tilelang.layout import make_swizzled_layout
 from dsl_bench.backends.tilelang import TilelangSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static
 
-SPACE = {
-    "lazy": (True, False),
-    "after": (True, False),
-    "passing": (False, True),
-    "extra": (4, 1, 8),
-}
+SPACE = {"lazy": (True, False), "after": (True, False), "passing": (False, True), "extra": (4, 1, 8)}
 D, DV, TILE, ROWS = 576, 512, 64, 64
 HALF = DV // 2
 ELEMENT = {"bf16": "bfloat16", "fp16": "float16"}
+#: the first product of scores: keys as they lie, into an empty accumulator
+SCORES = {"transpose_B": True, "clear_accum": True}
 #: first columns of the boxes of the two parts of a tile
 LEFT, RIGHT = (0, 64, 128, 192, 512), (256, 320, 384, 448)
 
@@ -41,9 +38,7 @@ def build(after: bool, lazy: bool, passing: bool, dtype: str) -> Any:
     ``after``: row sums and the handing over of P come behind the left product, which then starts sooner.
     ``lazy``: what a row is scaled by follows its maximum only where that has grown by ``host.SLACK``, so that
     nearly all tiles leave the sums as they are. ``passing``: pages are the first to leave L2."""
-    queries, batch, rows, pool, widest = (
-        T.dynamic(x) for x in ("queries", "batch", "rows", "pool", "widest")
-    )
+    queries, batch, rows, pool, widest = map(T.dynamic, ("queries", "batch", "rows", "pool", "widest"))
     total_pieces, ends, slots = (T.dynamic(x) for x in ("total_pieces", "ends", "slots"))
     scale = host.log2_scale(D)
     hint = boxes.FIRST if passing else boxes.NORMAL
@@ -86,15 +81,11 @@ def build(after: bool, lazy: bool, passing: bool, dtype: str) -> Any:
             left_empty, right_empty = T.alloc_barrier([4] * 2), T.alloc_barrier([4] * 2)
             p_full, p_empty = T.alloc_barrier([128]), T.alloc_barrier([4])
             slot, phase = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
-            turn, given, held = (
-                T.alloc_var("int32", init=0),
-                T.alloc_var("int32", init=0),
-                T.alloc_var("int32"),
-            )
+            turn, given = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
             seq, band, first = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
             tiles, length = T.alloc_var("int32"), T.alloc_var("int32")
             mine, parts, page = T.alloc_var("int32"), T.alloc_var("int32"), T.alloc_var("int32")
-            moved = T.alloc_var("int32", init=1)
+            held, moved = T.alloc_var("int32"), T.alloc_var("int32", init=1)
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(240, 1)
@@ -111,9 +102,7 @@ def build(after: bool, lazy: bool, passing: bool, dtype: str) -> Any:
                         T.barrier_wait(q_full[0], turn)
                         turn = turn ^ 1
                         T.barrier_wait(left_full[slot], phase)
-                        T.wgmma_gemm(
-                            q_tile[:, 0:HALF], ring[slot, :, 0:HALF], s, transpose_B=True, clear_accum=True
-                        )
+                        T.wgmma_gemm(q_tile[:, 0:HALF], ring[slot, :, 0:HALF], s, **SCORES)
                         T.wgmma_gemm(q_tile[:, DV:D], ring[slot, :, DV:D], s, transpose_B=True)
                         T.barrier_wait(right_full[slot], phase)
                         T.wgmma_gemm(q_tile[:, HALF:DV], ring[slot, :, HALF:DV], s, transpose_B=True)
@@ -166,13 +155,7 @@ def build(after: bool, lazy: bool, passing: bool, dtype: str) -> Any:
                                 phase = phase ^ 1
                             if more:
                                 T.barrier_wait(left_full[slot], phase)
-                                T.wgmma_gemm(
-                                    q_tile[:, 0:HALF],
-                                    ring[slot, :, 0:HALF],
-                                    s,
-                                    transpose_B=True,
-                                    clear_accum=True,
-                                )
+                                T.wgmma_gemm(q_tile[:, 0:HALF], ring[slot, :, 0:HALF], s, **SCORES)
                                 T.wgmma_gemm(q_tile[:, DV:D], ring[slot, :, DV:D], s, transpose_B=True)
                                 T.barrier_wait(right_full[slot], phase)
                                 T.wgmma_gemm(q_tile[:, HALF:DV], ring[slot, :, HALF:DV], s, transpose_B=True)
@@ -373,8 +356,8 @@ def valid(case: Case, config: Config) -> str | None:
 
 
 def default(case: Case) -> Config:
-    """A part of 64 rows costs about four pages: 128 KiB to write, and to read again. Pages that one block reads
-    need no place in L2."""
+    """A part of 64 rows costs about four pages: 128 KiB to write, and to read again. Pages that one block
+    reads need no place in L2."""
     rows = case["h"] * case["sq"]
     return {"lazy": True, "after": True, "passing": rows <= ROWS, "extra": 4 if rows > 32 else 1}
 

@@ -1,11 +1,14 @@
 """``triton/attention_decode_gluon``: paged decode in Gluon, cut fine, for when latency is what counts.
 
-A block has one piece of a sequence. It asks for the page numbers of all tiles that fit its ring at once, then for
-their keys and values; each warp multiplies 16 tokens of a tile and keeps its own softmax, so warps meet only at the
-end of the piece. The last block of a cut sequence adds up the parts, all loads of a round on their way together.
+A block has one piece of a sequence. It asks for the page numbers of all tiles that fit its ring at once, then
+for their keys and values; each warp multiplies 16 tokens of a tile and keeps its own softmax, so warps meet
+only at the end of the piece. The last block of a cut sequence adds up the parts, all loads of a round on
+their way together. A part is left divided by its sum, with the logarithm of that and of the largest weight.
 Bound by the chain of dependent accesses (piece, pages, cache, parts), then by the cache's bytes.
 """
 
+import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,21 +79,13 @@ def add_tile(
 
 
 @gluon.jit
-def weighted(m, x, v):
-    """Parts along the first axis, largest m and sum x [n, G], sums v [n, G, 128], put together."""
-    top = gl.max(m, 0)
-    base = gl.where(top == float("-inf"), 0.0, top)
-    w = gl.exp2(m - base[None, :])
-    return top, gl.sum(w * x, 0), gl.sum(gl.expand_dims(w, 2) * v, 0)
-
-
-@gluon.jit
 def merge(
     part, stat, slot, slots, head,
     ROWS: gl.constexpr, G: gl.constexpr, C: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """The G rows of ``head`` from their parts, C at a time and in their order: sum and weighted sum."""
+    """The G rows of ``head`` from their parts, C at a time in their order: a part counts 2**stat times."""
     lanes: gl.constexpr = gl.SliceLayout(2, WIDE)
+    across: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
     piece = gl.arange(0, C, gl.SliceLayout(1, lanes))
     rows = head * G + gl.arange(0, G, gl.SliceLayout(0, lanes))
     col = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
@@ -101,35 +96,25 @@ def merge(
         index = begin + piece
         line = (slot + index)[:, None] * ROWS + rows[None, :]
         live = (index < slots)[:, None] & (rows >= 0)[None, :]
-        pair = line + (slot + index)[:, None] * ROWS
-        v = gl.load(
-            part + line.to(gl.int64)[:, :, None] * 128 + col[None, None, :], mask=live[:, :, None], other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        m = gl.load(stat + pair, mask=live, other=float("-inf"), cache_modifier=".cg")
-        x = gl.load(stat + pair + ROWS, mask=live, other=0.0, cache_modifier=".cg")
-        top2, total2, acc2 = weighted(m, x, v)
-        new = gl.maximum(top, top2)
-        base = gl.where(new == float("-inf"), 0.0, new)
-        old, more = gl.exp2(top - base), gl.exp2(top2 - base)
-        total = total * old + total2 * more
-        across: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
-        acc = (
-            acc * gl.convert_layout(old, across)[:, None] + acc2 * gl.convert_layout(more, across)[:, None]
-        )
+        at = line.to(gl.int64)[:, :, None] * 128 + col[None, None, :]
+        m = gl.load(stat + line, mask=live, other=float("-inf"), cache_modifier=".cg")
+        v = gl.load(part + at, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        new = gl.maximum(top, gl.max(m, 0))
+        w = gl.exp2(m - new[None, :])
+        old = gl.exp2(top - new)
+        total = total * old + gl.sum(w, 0)
+        acc = acc * gl.convert_layout(old, across)[:, None] + gl.sum(w[:, :, None] * v, 0)
         top = new
-    return total, acc
+    return acc / gl.convert_layout(total, across)[:, None]
 
 
 @gluon.jit
-def save(o, out, total, seq, head, ROWS: gl.constexpr, G: gl.constexpr, R: gl.constexpr, WIDE: gl.constexpr):
-    """The first G rows of out [R, 128] over total [R]: those of o of one sequence and head."""
-    across: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
-    below = gl.convert_layout(gl.where(total > 0.0, 1.0 / total, 0.0), across)
-    row = gl.arange(0, R, across)
+def save(where, out, line, G: gl.constexpr, R: gl.constexpr, WIDE: gl.constexpr):
+    """The first G rows of out [R, 128] to rows from ``line`` on of 128 columns, past L1."""
+    row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(0, WIDE)))
     col = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(0, WIDE)))
-    at = (seq.to(gl.int64) * ROWS + head * G + row)[:, None] * 128 + col[None, :]
-    gl.store(o + at, (out * below[:, None]).to(o.dtype.element_ty), mask=(row < G)[:, None])
+    at = (line.to(gl.int64) + row)[:, None] * 128 + col[None, :]
+    gl.store(where + at, out.to(where.dtype.element_ty), mask=(row < G)[:, None], cache_modifier=".cg")
 
 
 @gluon.jit
@@ -200,60 +185,72 @@ def decode_gluon(
     WIDE: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
     PARTS: gl.constexpr = gl.BlockedLayout([C, 1, 4], [1, 1, 32], [1, W, 1], [2, 1, 0])
     lanes: gl.constexpr = gl.SliceLayout(2, WIDE)
-    top, total, acc = weighted(
-        stats.index(0).slice(0, R, dim=1).load(lanes),
-        stats.index(1).slice(0, R, dim=1).load(lanes),
-        sums.slice(0, R, dim=1).load(WIDE),
-    )
+    across: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, WIDE))
+    each = stats.index(0).slice(0, R, dim=1).load(lanes)
+    largest = gl.max(each, 0)
+    share = gl.exp2(each - gl.where(largest == float("-inf"), 0.0, largest)[None, :])
+    whole = gl.sum(share * stats.index(1).slice(0, R, dim=1).load(lanes), 0)
+    out = gl.sum(share[:, :, None] * sums.slice(0, R, dim=1).load(WIDE), 0)
+    below = gl.where(whole > 0.0, 1.0 / whole, 0.0)
+    out = out * gl.convert_layout(below, across)[:, None]
     if slot < 0:
-        save(o, acc, total, seq, head, ROWS, G, R, WIDE)
+        save(o, out, seq * ROWS + head * G, G, R, WIDE)
     else:
+        save(part, out, slot * ROWS + head * G, G, R, WIDE)
         row = gl.arange(0, R, gl.SliceLayout(0, lanes))
-        one = stat + slot * (2 * ROWS) + head * G + row
-        gl.store(one, top, mask=row < G, cache_modifier=".cg")
-        gl.store(one + ROWS, total, mask=row < G, cache_modifier=".cg")
-        row = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(0, WIDE)))
-        col = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(0, WIDE)))
-        into = (slot.to(gl.int64) * ROWS + head * G + row)[:, None] * 128 + col[None, :]
-        gl.store(part + into, acc, mask=(row < G)[:, None], cache_modifier=".cg")
+        value = largest + gl.log2(whole)
+        gl.store(stat + slot * ROWS + head * G + row, value, mask=row < G, cache_modifier=".cg")
         # every thread's stores come before the one thread's release
         barrier()
         ticket = count + cut * HKV + head
         if gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == slots - 1:
             gl.store(ticket, 0)
-            whole, out = merge(part, stat, first_slot, slots, head, ROWS, G, C, PARTS)
-            save(o, out, whole, seq, head, ROWS, G, G, PARTS)
+            found = merge(part, stat, first_slot, slots, head, ROWS, G, C, PARTS)
+            save(o, found, seq * ROWS + head * G, G, G, PARTS)
 
 
 def _lengths(case: Case) -> tuple[int, ...]:
     return int_list(str(case.params["lens"]))
 
 
+def _ends(tiles: int, size: int) -> list[int]:
+    """Where the even pieces of a sequence end that have ``size`` tiles at most; one that is empty has one."""
+    parts = max(1, -(-tiles // size))
+    return [tiles * (i + 1) // parts for i in range(parts)]
+
+
+def _time(tiles: Sequence[int], size: int, blocks: int) -> int:
+    """Tiles' worth of time until the last of ``blocks`` slots is done, the longest pieces first and each one
+    tile dearer than it is."""
+    costs = [end - at + 1 for n in tiles for at, end in itertools.pairwise([0, *_ends(n, size)])]
+    slots = [0] * min(blocks, len(costs))
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(slots, slots[0] + cost)
+    return max(slots)
+
+
 def pieces(lengths: Sequence[int], tile: int, blocks: int) -> attention.Plan:
-    """Sequences of ``lengths`` tokens in tiles of ``tile``, cut into even pieces of which there are at most
-    ``blocks`` (more where sequences are), a share each."""
+    """Sequences of ``lengths`` tokens in tiles of ``tile``, cut into even pieces, a share each, of the size
+    that lets ``blocks`` slots end first. The longest come first."""
     tiles = [-(-n // tile) for n in lengths]
-    low, high = 0, max(1, *tiles)
-    while high - low > 1:
-        size = (low + high) // 2
-        low, high = (low, size) if sum(max(1, -(-n // size)) for n in tiles) <= blocks else (size, high)
+    sizes = {max(1, -(-sum(tiles) // (blocks * finer))) for finer in (1, 2, 3, 4, 6)}
+    size = min(sorted(sizes, reverse=True), key=lambda n: _time(tiles, n, blocks))
     items, cuts, slot = [], [], 0
     for seq, n in enumerate(tiles):
-        parts = max(1, -(-n // high))
-        ends = [n * (i + 1) // parts for i in range(parts)]
-        for i, (at, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            place = (slot + i, len(cuts), slot, parts) if parts > 1 else (-1, -1, 0, 1)
+        ends = _ends(n, size)
+        cut = len(ends) > 1
+        for i, (at, end) in enumerate(itertools.pairwise([0, *ends])):
+            place = (slot + i, len(cuts), slot, len(ends)) if cut else (-1, -1, 0, 1)
             items.append((seq, at, end, lengths[seq], *place))
-        if parts > 1:
-            cuts.append((seq, slot, parts))
-            slot += parts
-    # the longest first: what is left at the end should be short
+        if cut:
+            cuts.append((seq, slot, len(ends)))
+            slot += len(ends)
     items.sort(key=lambda item: item[1] - item[2])
     return attention.Plan(tuple(range(len(items) + 1)), tuple(items), tuple(cuts))
 
 
 def static(case: Case, config: Config) -> Static:
-    """Heads, page and the config; lengths stay runtime. ``blocks`` says how many registers a merge may take."""
+    """Heads, page and the config; lengths stay runtime. ``blocks`` limits a merge's registers."""
     return {**config, **{x: case[x] for x in ("hq", "hkv", "page")}, "dtype": case.dtype}
 
 
@@ -340,6 +337,6 @@ KERNEL = Kernel(
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
     files=("_common.py", "_attention.py"),
-    summary="Gluon: a piece a block, all its pages asked for at once, 16 tokens a warp, parts added by the last",
+    summary="Gluon: a piece a block, its pages asked for at once, 16 tokens a warp, parts added by the last",
 )
 KERNELS = (KERNEL,)

@@ -26,80 +26,15 @@ from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static, int_list
 from . import _attention as attention
 from . import _common as common
 from ._attention import combine
-from ._attention_gluon import computed, load_box
+from ._mla_gluon import multiply, produce, weigh
 
 SPACE = {
     "overhead": (3, 1, 5),
     "add": (1, 2, 4),
+    "early": (True, False),
 }
 #: query rows of a block, tokens of a tile (a page), columns of a load and a sum, rotary columns
 BM, BN, PART, ROPE = 64, 64, 128, 64
-
-
-@gluon.jit
-def produce(q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS: gl.constexpr):
-    """Loads each item's queries, then its tiles: 256 columns for one consumer, the others for the other."""
-    queries, queries_rope, latent, rope, _weights, _stats = shared
-    q_full, q_free, full, free, _told = bars
-    begin = gl.load(first + share)
-    it = 0
-    for item in range(begin, gl.load(first + share + 1)):
-        seq = gl.load(items + item * 8)
-        start = gl.load(items + item * 8 + 1)
-        end = gl.load(items + item * 8 + 2)
-        pages = table + seq.to(gl.int64) * width
-        page = gl.load(pages + start, mask=start < end, other=0)
-        line = seq * ROWS + row
-        mbarrier.wait(q_free, ((item - begin) & 1) ^ 1)
-        mbarrier.expect(q_full, 64 * 576 * 2)
-        for part in gl.static_range(4):
-            load_box(q, [line, part * 128], q_full, queries.index(part))
-        load_box(q_rope, [line, 512], q_full, queries_rope.index(0))
-        for tile in range(start, end):
-            at = page * 64
-            page = gl.load(pages + tile + 1, mask=tile + 1 < end, other=0)
-            stage = it & 1
-            phase = (it >> 1 & 1) ^ 1
-            for half in gl.static_range(2):
-                bar = full.index(stage * 2 + half)
-                mbarrier.wait(free.index(stage * 2 + half), phase)
-                mbarrier.expect(bar, 64 * (256 + half * 64) * 2)
-                load_box(kv, [at, half * 256], bar, latent.index(stage * 4 + half * 2))
-                load_box(kv, [at, half * 256 + 128], bar, latent.index(stage * 4 + half * 2 + 1))
-                if half == 1:
-                    load_box(kv_rope, [at, 512], bar, rope.index(stage))
-            it += 1
-
-
-@gluon.jit
-def multiply(shared, bars, it, LAYOUT: gl.constexpr):
-    """The logits of tile ``it`` of the ring, on their way."""
-    queries, queries_rope, latent, rope, _weights, _stats = shared
-    _q_full, _q_free, full, _free, _told = bars
-    stage = it & 1
-    phase = it >> 1 & 1
-    s = gl.zeros([64, 64], gl.float32, LAYOUT)
-    mbarrier.wait(full.index(stage * 2), phase)
-    mbarrier.wait(full.index(stage * 2 + 1), phase)
-    # nought, but not to the compiler: descriptors that no loop changes are kept in registers, which are full
-    none = it >> 24
-    s = warpgroup_mma(
-        queries.index(none), latent.index(stage * 4).permute([1, 0]), s, use_acc=False, is_async=True
-    )
-    for part in gl.static_range(1, 4):
-        keys = latent.index(stage * 4 + part).permute([1, 0])
-        s = warpgroup_mma(queries.index(none + part), keys, s, is_async=True)
-    return warpgroup_mma(queries_rope.index(none), rope.index(stage).permute([1, 0]), s, is_async=True)
-
-
-@gluon.jit
-def weigh(s, top, tile, last, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Weights of one tile of raw logits in base 2, new largest, factor of the sums, and its own sum."""
-    keys = tile * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    s = gl.where(keys[None, :] <= last[:, None], s * SCALE, float("-inf"))
-    new = gl.maximum(top, gl.max(s, 1))
-    p = gl.exp2(s - new[:, None])
-    return p, new, gl.exp2(top - new), computed(gl.sum(p, 1))
 
 
 @gluon.jit
@@ -160,10 +95,11 @@ def save(where, x, rows, column, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def consume(
     o, part, stat, first, items, row, share, shared, bars, OWNER: gl.constexpr,
-    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr,
+    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Every second tile's logits, and columns from 256·OWNER on of all sums."""
     ROWS: gl.constexpr = H * SQ
+    FIRST: gl.constexpr = OWNER if EARLY else 0
     _queries, _queries_rope, _latent, _rope, weights, _stats = shared
     q_full, q_free, _full, free, _told = bars
     logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -184,7 +120,7 @@ def consume(
         mbarrier.wait(q_full, (item - begin) & 1)
         tile = start
         if (tile < end) & ((it & 1) == OWNER):
-            s = warpgroup_mma_wait(0, deps=[multiply(shared, bars, it, logits)])
+            s = warpgroup_mma_wait(0, deps=[multiply(shared, bars, it, FIRST, EARLY, logits)])
             p, top, alpha, total = weigh(s, top, tile, last, SCALE, logits)
             p = tell(shared, bars, p, top, alpha, total, OWNER)
             acc, acc2 = add_own(shared, bars, p, alpha, acc, acc2, it, OWNER, sums)
@@ -192,7 +128,7 @@ def consume(
             it += 1
         # from here on tiles come in pairs: the other's, then this one's own
         while tile + 1 < end:
-            s = multiply(shared, bars, it + 1, logits)
+            s = multiply(shared, bars, it + 1, FIRST, EARLY, logits)
             top, alpha, more = hear(shared, bars, it, OWNER, logits)
             total = total * alpha + more
             scale = gl.convert_layout(alpha, gl.SliceLayout(1, sums))[:, None]
@@ -235,7 +171,7 @@ def consume(
 @gluon.jit
 def mla_gluon(
     q, q_rope, kv, kv_rope, table, o, part, stat, first, items, width,
-    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr,
+    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """q [seqs·SQ·H, 576] and kv [pool·64, 576] are descriptors of 64 rows and 128 columns, q_rope and kv_rope
     the same of 64; table [seqs, width]; o [seqs, SQ·H, 512]; SCALE is for base 2."""
@@ -266,9 +202,12 @@ def mla_gluon(
     bars = (q_full, q_free, full, free, told)
     gl.warp_specialize(
         [
-            (consume, (o, part, stat, first, items, row, share, shared, bars, 0, H, SQ, SCALE)),
-            (consume, (o, part, stat, first, items, row, share, shared, bars, 1, H, SQ, SCALE)),
-            (produce, (q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS)),
+            (consume, (o, part, stat, first, items, row, share, shared, bars, 0, H, SQ, SCALE, EARLY)),
+            (consume, (o, part, stat, first, items, row, share, shared, bars, 1, H, SQ, SCALE, EARLY)),
+            (
+                produce,
+                (q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS, EARLY),
+            ),
         ],
         [4, 4],
         [240, 24],
@@ -281,7 +220,13 @@ def _lengths(case: Case) -> tuple[int, ...]:
 
 def static(case: Case, config: Config) -> Static:
     """Heads, queries, and the rows that the second launch adds up a block; lengths stay runtime."""
-    return {"h": case["h"], "sq": case["sq"], "add": config["add"], "dtype": case.dtype}
+    return {
+        "h": case["h"],
+        "sq": case["sq"],
+        "add": config["add"],
+        "early": config["early"],
+        "dtype": case.dtype,
+    }
 
 
 def source(static: Static, arch: str) -> TritonSource:
@@ -314,7 +259,12 @@ def source(static: Static, arch: str) -> TritonSource:
             **dict.fromkeys(("first", "items"), "*i32"),
             "width": "i32",
         },
-        constexprs={"H": static["h"], "SQ": static["sq"], "SCALE": math.log2(math.e) / math.sqrt(576)},
+        constexprs={
+            "H": static["h"],
+            "SQ": static["sq"],
+            "SCALE": math.log2(math.e) / math.sqrt(576),
+            "EARLY": static["early"],
+        },
         attrs=dict.fromkeys(("table", "o", "part", "stat", "first", "items"), 16),
         options={"num_warps": 4},
         extra=(add,),
@@ -363,7 +313,8 @@ def valid(case: Case, config: Config) -> str | None:
 
 def seeds(case: Case) -> Sequence[Config]:
     """FlashMLA's five tiles of overhead a run, and fewer where sequences are short."""
-    return [{"overhead": n, "add": m} for n, m in ((3, 1), (5, 1), (1, 1), (3, 4))]
+    picks = ((3, 1, True), (5, 1, True), (3, 1, False), (1, 1, True), (3, 4, True))
+    return [dict(zip(SPACE, pick, strict=True)) for pick in picks]
 
 
 def default(case: Case) -> Config:
@@ -382,7 +333,7 @@ KERNEL = Kernel(
     source=source,
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
-    files=("_common.py", "_attention.py", "_attention_gluon.py"),
+    files=("_common.py", "_attention.py", "_attention_gluon.py", "_mla_gluon.py"),
     summary="Gluon: two consumers by turns at the logits, each with half of the sums, a producer beside them",
 )
 KERNELS = (KERNEL,)
