@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 
+from dsl_bench import cli as cli_module
 from dsl_bench import records, report, store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +43,26 @@ def test_links_lead_somewhere(path: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
         if "://" not in link:
             assert (path.parent / link).exists(), f"{path}: {link}"
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def commands(path: Path) -> list[str]:
+    """Every dsl-bench command in the fences of a page, without its comment."""
+    fences = re.findall(r"^```\w*[^\n]*\n(.*?)^```", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = "\n".join(fences).replace("\\\n", " ")
+    return re.findall(r"^(?:\.venv/bin/)?dsl-bench (.*?)\s*(?:#.*)?$", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_exist_with_their_options(path: Path) -> None:
+    """Parsed by the command line itself, not run: tests/test_authoring.py runs those of docs/authoring.md."""
+    group = typer.main.get_command(cli_module.app)
+    for line in commands(path):
+        name, *args = shlex.split(line)
+        assert name in group.commands, line
+        group.commands[name].make_context(name, args)
 
 
 def recorded() -> list[Path]:
