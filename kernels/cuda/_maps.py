@@ -1,4 +1,4 @@
-"""Tensor maps of any rank, for copies that gather what lies apart: a page's rows of some heads, a block of tokens."""
+"""Tensor maps of any rank, for copies that gather what lies apart: a page's rows of some heads, say."""
 
 import ctypes
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ def tiled_map(
 ) -> bytes:
     """The tensor map of 2-byte elements at ``address``, in the 128-byte swizzle, innermost dimension first.
 
-    ``sizes`` and ``box`` count elements; ``strides`` are bytes, of all dimensions but the innermost, whose elements
-    are adjacent and of whose box there are at most 64. They need not ascend. ``address`` and ``strides`` must be
-    multiples of 16. What lies outside reads as zero. Raises KernelFault where the driver refuses."""
+    ``sizes`` and ``box`` count elements, at most 64 of the innermost dimension in a box. ``strides`` are
+    bytes, of all dimensions but the innermost, whose elements are adjacent; they need not ascend. ``address``
+    and ``strides`` must be multiples of 16. What lies outside reads as zero. Raises KernelFault where the
+    driver refuses."""
     from cuda.bindings import driver as d
 
     types = {

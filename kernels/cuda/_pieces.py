@@ -1,8 +1,8 @@
-"""How the decode kernels share out ragged work: pieces of sequences, lists of them, places for partial results.
+"""How the decode kernels share out ragged work: pieces of sequences, lists of them, places for results.
 
-A *job* is one sequence (of one group of heads) that takes a number of equal *units*, the smallest amount that is
-worth cutting off (a stage of the ring, a block of tokens). A *worker* is what walks a list of pieces: a thread
-block, or several that do the same pieces for different heads. No GPU and no tensor here.
+A *job* is one sequence (of one group of heads) that takes a number of equal *units*, the smallest amount that
+is worth cutting off (a stage of the ring, a block of tokens). A *worker* is what walks a list of pieces: a
+thread block, or several that do the same pieces for different heads. No GPU and no tensor here.
 """
 
 import math
@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import NamedTuple
 
-#: ways to cut: `stream` runs all jobs end to end and cuts where a worker is full; `even` cuts jobs into equal parts
+#: ways to cut: `stream` runs all jobs end to end and cuts where a worker is full; `even` into equal parts
 PLANS = ("stream", "even")
 
 
@@ -29,20 +29,20 @@ Lists = list[list[Piece]]
 
 
 class Item(NamedTuple):
-    """A piece with the place of its result; decode.cuh's Item has the same fields, and `row` and `head` for `job`."""
+    """A piece, the place of its result, and how many parts its job has: what decode.cuh's Item holds."""
 
     job: int
     begin: int
     end: int
     slot: int
     first: int
-    count: int
+    parts: int
 
 
 def plan(units: Sequence[int], workers: int, overhead: float, way: str, join: float = 0.0) -> Lists:
-    """Lists of pieces for at most ``workers`` workers, which together cover every job; a job of no units is one
-    empty piece. ``overhead`` is what a piece costs beside its units, and ``join`` what a piece of a cut job costs
-    on top, both in units. ``way`` is one of PLANS."""
+    """Lists of pieces for at most ``workers`` workers, which together cover every job; a job of no units is
+    one empty piece. ``overhead`` is what a piece costs beside its units, and ``join`` what a piece of a cut
+    job costs on top, both in units. ``way`` is one of PLANS."""
     lists = _stream(units, workers, overhead) if way == "stream" else _even(units, workers, overhead, join)
     return [pieces for pieces in lists if pieces]
 
@@ -58,7 +58,7 @@ def makespan(units: Sequence[int], lists: Lists, overhead: float, join: float = 
 
 
 def items(lists: Lists) -> tuple[list[Item], list[int], int]:
-    """All pieces with places for their results, where each worker's begin (and the end), and the number of slots.
+    """All pieces with places for their results, where each worker's begin (and the end), the number of slots.
 
     The pieces of a cut job have consecutive slots in the order of their units; an uncut job has none (0)."""
     parts: dict[int, list[Piece]] = {}
@@ -115,7 +115,7 @@ def _fill(units: Sequence[int], workers: int, capacity: int, overhead: float) ->
 
 
 def _even(units: Sequence[int], workers: int, overhead: float, join: float) -> Lists:
-    """Equal parts of at most so many units, longest first to the least busy worker, for the best such limit."""
+    """Equal parts of at most so many units, longest first to the least busy worker; the best such limit."""
     longest, total = max(units), sum(units)
     target = max(1, math.ceil(total / workers))
     limits = {math.ceil(longest / n) for n in range(1, min(longest, 2 * workers) + 1)}
@@ -150,8 +150,8 @@ def _parts(job: int, count: int, limit: int) -> Iterable[Piece]:
 
 @dataclass(frozen=True)
 class Span:
-    """What a job is: sequence ``row`` of ``tokens`` tokens, from ``head`` on (or tile of query rows); ``size`` is
-    its length in tokens (or in blocks of them), cut at multiples of ``unit``."""
+    """What a job is: sequence ``row`` of ``tokens`` tokens, from ``head`` on; ``size`` is its length in
+    tokens (or in blocks of them), cut at multiples of ``unit``."""
 
     row: int
     head: int
@@ -173,7 +173,7 @@ def pack_items(spans: Sequence[Span], found: Sequence[Item]) -> bytes:
         begin, end = item.begin * span.unit, min(item.end * span.unit, span.size)
         rows.append(
             struct.pack(
-                "<8i", span.row, span.head, begin, end, item.slot, item.first, item.count, span.tokens
+                "<8i", span.row, span.head, begin, end, item.slot, item.first, item.parts, span.tokens
             )
         )
     return b"".join(rows)

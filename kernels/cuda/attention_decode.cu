@@ -247,7 +247,8 @@ __device__ __forceinline__ float4 join_slices(const Shared& shared, int head, in
     for (int s = 0; s < SLICES; ++s) {
         const float2 stats = shared.stats(s * HEADS + head)[member];
         const float weight = stats.y > 0.f ? exp2_fast(stats.x - top) : 0.f;
-        const float4 part = *reinterpret_cast<const float4*>(shared.sums(s * HEADS + head) + member * PITCH + at % 32 * 4);
+        const float* const from = shared.sums(s * HEADS + head) + member * PITCH + at % 32 * 4;
+        const float4 part = *reinterpret_cast<const float4*>(from);
         total = fmaf(stats.y, weight, total);
         out.x = fmaf(part.x, weight, out.x), out.y = fmaf(part.y, weight, out.y);
         out.z = fmaf(part.z, weight, out.z), out.w = fmaf(part.w, weight, out.w);
@@ -292,7 +293,9 @@ __device__ __forceinline__ void finish(State& state, const Args& args, const Ite
             for (int at = thread; at < GROUP * 32; at += TEAM) {
                 const float4* const sums = reinterpret_cast<const float4*>(args.sums) + place * 32 + at;
                 const float* const scales = args.scales + place + at / 32;
-                store_output(args, item, head, at, join_pieces<8>(scales, sums, item.count, HEADS * GROUP, 32));
+                float4 out[1];
+                join_pieces<8>(out, scales, sums, item.count, HEADS * GROUP, 32);
+                store_output(args, item, head, at, out[0]);
             }
         }
     }

@@ -1,10 +1,11 @@
-"""Decode attention against a paged cache, head size 128: every byte of K and V read once, in equal shares.
+"""Decode attention against a paged cache, head size 128: K and V read once, in equal shares.
 
-``cuda/attention_decode`` (attention_decode.cu): each block walks a list of pieces of sequences, made in ``bind``;
-a warp has 16 tokens of one KV head at a time, its query heads as rows of mma.sync. What limits it is memory; for
-one short sequence, the time until the first bytes arrive and the joining of pieces.
+``cuda/attention_decode`` (attention_decode.cu): each block walks a list of pieces of sequences, made in
+``bind``; a warp has 16 tokens of one KV head at a time, its query heads as rows of mma.sync. What limits it
+is memory; for one short sequence, the time until the first bytes arrive and the joining of pieces.
 """
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -23,16 +24,17 @@ D, TILE = 128, 16
 LOG2_E = 1.4426950408889634
 #: shared memory of an SM that blocks can use in all, and what the system takes of each block
 SM_SMEM, BLOCK_SMEM = 233472, 1024
-MAX_GROUP, MAX_STAGES = 16, 8
+MAX_GROUP = 16
 #: what a piece costs beside its tokens, and a piece of a cut sequence on top, as bytes of the cache
 PIECE_BYTES, JOIN_BYTES = 8192, 8192
-#: bytes a second of the memory and of one SM, and seconds: a load's latency, a launch, reading eight partial results
+#: bytes a second of the memory and of one SM; seconds: a load's latency, a launch, reading eight results
 READ_RATE, SM_RATE, LATENCY, START, JOIN_STEP = 4.4e12, 70e9, 1.0e-6, 4.0e-6, 0.7e-6
 
 SPACE: dict[str, Sequence[Any]] = {
     "heads": (1, 2, 4, 8),
     "slices": (1, 2, 4, 8),
     "resident": (1, 2),
+    "flight": (64, 96, 128, 192),
     "plan": _pieces.PLANS,
 }
 
@@ -48,17 +50,15 @@ def stage_bytes(config: Mapping[str, Any]) -> int:
 
 
 def smem(group: int, config: Mapping[str, Any], stages: int) -> int:
-    """Dynamic shared memory in attention_decode.cu's layout, bytes: ring, sums of each warp, flags, barriers."""
+    """Dynamic shared memory in attention_decode.cu's layout, bytes: ring, sums, flags, barriers."""
     warps = config["heads"] * config["slices"]
     sums = warps * group * ((D + 4) * 4 + 8)
     return int(1024 + stages * stage_bytes(config) + sums + (config["heads"] * 4 + 7) // 8 * 8 + 16 * stages)
 
 
-def stages_of(group: int, config: Mapping[str, Any]) -> int:
-    """The deepest ring of at most MAX_STAGES that fits ``resident`` times on an SM; fewer than 2 do not work."""
-    room = min(SMEM_LIMIT, SM_SMEM // config["resident"] - BLOCK_SMEM)
-    fitting = [n for n in range(1, MAX_STAGES + 1) if smem(group, config, n) <= room]
-    return max(fitting, default=0)
+def stages_of(config: Mapping[str, Any]) -> int:
+    """Stages of the ring: ``flight`` KiB an SM, in all its blocks."""
+    return int(config["flight"] * 1024 // (config["resident"] * stage_bytes(config)))
 
 
 def valid(case: Case, config: Config) -> str | None:
@@ -73,27 +73,31 @@ def valid(case: Case, config: Config) -> str | None:
     warps = c["heads"] * c["slices"]
     if warps not in (4, 8):
         return f"{warps} warps that compute; 4 or 8 are wanted"
-    if c["resident"] * stages_of(group_of(case), c) * stage_bytes(c) < 96 << 10:
-        return "less than 96 KiB in flight on an SM"
-    if warps == 8 and c["resident"] == 2:
-        return "twice eight warps leave too few stages"
+    stages = stages_of(c)
+    if stages < 2 or c["flight"] * 1024 % (c["resident"] * stage_bytes(c)):
+        return f"{c['flight']} KiB an SM are no whole ring of two stages and more"
+    need = smem(group_of(case), c, stages)
+    if need > SMEM_LIMIT or c["resident"] * (need + BLOCK_SMEM) > SM_SMEM:
+        return f"{need} B of shared memory, {c['resident']} times on an SM"
     return None
 
 
 def static(case: Case, config: Config) -> dict[str, Any]:
     """All that is baked in: the shape of a stage and the query heads a KV head; no size of the case."""
-    names = ("heads", "slices", "resident")
-    return {n: config[n] for n in names} | {"group": group_of(case), "bf16": int(case.dtype == "bf16")}
+    return {
+        "heads": config["heads"],
+        "slices": config["slices"],
+        "resident": config["resident"],
+        "stages": stages_of(config),
+        "group": group_of(case),
+        "bf16": int(case.dtype == "bf16"),
+    }
 
 
 def source(static: Mapping[str, Any], arch: str) -> CudaSource:
     """attention_decode.cu with its macros."""
-    stages = stages_of(static["group"], static)
-    bytes_ = smem(static["group"], static, stages)
-    defines = {name.upper(): value for name, value in static.items()} | {
-        "STAGES": stages,
-        "SMEM_BYTES": bytes_,
-    }
+    bytes_ = smem(static["group"], static, static["stages"])
+    defines = {name.upper(): value for name, value in static.items()} | {"SMEM_BYTES": bytes_}
     threads = 32 * (static["heads"] * static["slices"] + 1)
     file = Path(__file__).with_name("attention_decode.cu")
     return CudaSource(file, "attention_decode", defines, (), bytes_, threads)
@@ -140,7 +144,7 @@ def bind(
 
 
 def cache_map(cache: Any, dtype: str, heads: int) -> bytes:
-    """The map of [pool, page, hkv, 128] whose box is 16 tokens of ``heads`` heads, as [head][half][token][64]."""
+    """The map of [pool, page, hkv, 128]; its box: 16 tokens of ``heads`` heads as [head][half][token][64]."""
     pool, page, kv_heads, _ = cache.shape
     row = kv_heads * D * 2
     sizes = (64, page, 2, kv_heads, pool)
@@ -151,49 +155,46 @@ def cache_map(cache: Any, dtype: str, heads: int) -> bytes:
 
 
 def seconds(case: Case, config: Mapping[str, Any]) -> float:
-    """Estimated time: the slower of memory and of the busiest block, and what joining the pieces adds."""
+    """Estimated time: the slower of memory and the busiest block, and what joining the pieces adds."""
     _, lists = cut(case, config)
     group, unit_bytes = group_of(case), stage_bytes(config)
     pieces: dict[int, int] = {}
     for piece in (p for worker in lists for p in worker):
         pieces[piece.job] = pieces.get(piece.job, 0) + 1
     most = max(pieces.values())
-    flying = stages_of(group, config) * unit_bytes
+    flying = stages_of(config) * unit_bytes
     rate = min(SM_RATE / min(config["resident"], -(-len(lists) // SMS)), flying / LATENCY)
     units = max(sum(p.end - p.begin for p in worker) for worker in lists)
     total = sum(p.end - p.begin for worker in lists for p in worker) * unit_bytes
     steps = -(-group * 32 // (32 * config["slices"])) * -(-most // 8)
     join = 1.5e-6 + steps * JOIN_STEP if most > 1 else 0.0
     ends = max(map(len, lists)) * 0.2e-6
-    # adjacent heads read whole pages: worth a little where memory is what counts
-    return (
-        START + max(total / READ_RATE * (1 + 0.02 / config["heads"]), units * unit_bytes / rate) + join + ends
-    )
+    # Adjacent heads read whole pages, and more in flight than is needed is worse for the memory (measured in
+    # another language: 490 us with 128 KiB, 495 to 505 with 192): worth a little where memory is what counts.
+    worse = 0.02 / config["heads"] + 0.0003 * abs(config["flight"] - 128)
+    return START + max(total / READ_RATE * (1 + worse), units * unit_bytes / rate) + join + ends
 
 
 def guesses(case: Case) -> list[dict[str, Any]]:
-    """The cost model's choices, best first, that differ in more than the way to cut."""
-    every = (
-        {"heads": heads, "slices": slices, "resident": resident, "plan": way}
-        for heads in SPACE["heads"]
-        for slices in SPACE["slices"]
-        for resident in SPACE["resident"]
-        for way in SPACE["plan"]
-    )
+    """The cost model's choices, best first, that differ in a stage's shape or in the blocks an SM holds."""
+    every = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
     possible = [c for c in every if valid(case, c) is None]
     return spread(ranked(possible, lambda c: seconds(case, c)), ("heads", "slices", "resident"), 8)
 
 
 def default(case: Case) -> Config:
     """The cost model's first choice; where nothing is valid, a config whose reason says why."""
-    return next(iter(guesses(case)), {"heads": 1, "slices": 4, "resident": 1, "plan": "stream"})
+    return next(
+        iter(guesses(case)), {"heads": 1, "slices": 4, "resident": 1, "flight": 128, "plan": "stream"}
+    )
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """Further choices of the cost model, and its first with the other way to cut."""
+    """Further choices of the model, and its first with the other cut and with more and less in flight."""
     found = guesses(case)
-    ways = [{**c, "plan": w} for c in found[:2] for w in _pieces.PLANS if w != c["plan"]]
-    return found[1:2] + ways + found[2:]
+    ways = [{**c, "plan": w} for c in found[:1] for w in _pieces.PLANS if w != c["plan"]]
+    depths = [{**c, "flight": f} for c in found[:1] for f in SPACE["flight"] if f != c["flight"]]
+    return found[1:2] + ways + [c for c in depths if valid(case, c) is None] + found[2:6]
 
 
 KERNELS = (
@@ -211,6 +212,7 @@ KERNELS = (
         files=(
             "attention_decode.cu",
             "decode.cuh",
+            "decode_ptx.cuh",
             "ptx.cuh",
             "wgmma.cuh",
             "_pieces.py",
@@ -218,6 +220,6 @@ KERNELS = (
             "_tma.py",
             "_plan.py",
         ),
-        summary="pages by TMA, a warp a KV head's 16 tokens on mma.sync, equal shares, pieces joined by the last",
+        summary="pages by TMA, 16 tokens a warp on mma.sync, equal shares, pieces joined by the last block",
     ),
 )

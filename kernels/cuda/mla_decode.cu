@@ -12,11 +12,9 @@
 // programmatic dependent launch, adds them up.
 //
 // Macros: CLUSTER LAG BF16 SMEM_BYTES
-#include "mla.cuh"
+#include "mla_softmax.cuh"
 
-constexpr int ROWS = 64, TOKENS = 64, D_V = 512;
-constexpr int TILES = 9;                      // 64 components each: 8 of values, 1 rotary
-constexpr int TILE_BYTES = 64 * 128, BLOCK_BYTES = TILES * TILE_BYTES;
+constexpr int BLOCK_BYTES = TILES * TILE_BYTES;
 constexpr int ROTARY = 8 * TILE_BYTES;        // the last tile; P takes its place
 constexpr int CONSUMERS = 8, THREADS = 384;  // warps that compute; with a warpgroup that loads
 // What setmaxnreg leaves each role; together at most the 65536 registers of an SM.
@@ -27,24 +25,7 @@ constexpr int OFFSET_SHRINK = OFFSET_STAGING + CONSUMERS * 1024;  // [2][64] flo
 constexpr int OFFSET_INVERSE = OFFSET_SHRINK + 2 * ROWS * 4;      // [2][64] floats
 constexpr int OFFSET_BARRIERS = OFFSET_INVERSE + 2 * ROWS * 4;
 constexpr int BARRIERS = 2 * (TILES + 5) + 2;
-constexpr float SLACK = 8.f;  // log2 by which a maximum may exceed what P is scaled with
 static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
-
-struct Args {
-    const int* table;  // pages of each sequence
-    const int4* items;
-    const int* starts;     // first item of each worker, and the end
-    const int4* joins;     // of each cut sequence and tile of rows: first slot, pieces, first row of o, rows
-    u16* o;
-    float* sums;    // [slot][64][512], a slot for each piece and tile of rows
-    float* scales;  // [slot][64]
-    int groups;     // how many `joins`; 0 in the launch that makes the pieces
-    int width;      // columns of the table
-    int heads, rows;  // heads; query rows of a sequence
-    int queries;      // new tokens of a sequence
-    int tiles;        // tiles of 64 query rows: blocks that do the same pieces
-    float scale;      // log2(e)/√576
-};
 
 struct Shared {
     u32 base;
@@ -116,7 +97,8 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& cac
             barrier_expect(shared.q_full(), TILES * min(args.rows, ROWS) * 128);
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
-                tma_load(shared.q() + t * TILE_BYTES, &q, shared.q_full(), t * 64, item.row * args.rows + work.tile * ROWS);
+                tma_load(shared.q() + t * TILE_BYTES, &q, shared.q_full(), t * 64,
+                         item.row * args.rows + work.tile * ROWS);
         }
         ++pieces;
     }
@@ -164,14 +146,6 @@ __device__ __forceinline__ void store_sums(const float (&sum)[128], const float 
     }
 }
 
-// Zeros for a sequence without tokens: all threads of one warpgroup, 256 columns from `column` on.
-__device__ __forceinline__ void store_zeros(const Args& args, const Item& item, const Work& work, int column, int thread) {
-    const int rows = min(ROWS, args.rows - work.tile * ROWS);
-    u16* const to = args.o + (size_t(item.row) * args.rows + work.tile * ROWS) * D_V + column;
-    for (int i = thread; i < rows * 32; i += 128)
-        *reinterpret_cast<uint4*>(to + size_t(i / 32) * D_V + i % 32 * 8) = make_uint4(0u, 0u, 0u, 0u);
-}
-
 __device__ __forceinline__ void scale_sums(float (&sum)[128], float upper, float lower) {
 #pragma unroll
     for (int n = 0; n < 32; ++n)
@@ -193,48 +167,6 @@ __device__ __forceinline__ void issue_scores(float (&s)[32], const Shared& share
         for (int k = 0; k < 4; ++k) Wgmma<64>::run(s, q + 2 * k, c + 2 * k, t | k);
     }
     wgmma_commit();
-}
-
-// The softmax of two rows of a lane's quad. `reference` is what P is scaled with, times the scale of the scores.
-struct Softmax {
-    float reference[2], total[2];
-};
-
-// P of one block as fragments of wgmma; `shrink` is what the sums so far have to be multiplied by. Tokens from
-// `limit` on (of each row) do not count. What is added up is P as rounded: a weight that dominates its row and is
-// not a power of two then cancels its own rounding.
-__device__ __forceinline__ void weigh(float (&s)[32], u32 (&p)[4][4], float (&shrink)[2], Softmax& state,
-                                      const int (&limit)[2], bool masked, float scale, int lane) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        float top = minus_infinity();
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            float& x = s[i / 2 * 4 + 2 * r + i % 2];
-            if (masked && i / 2 * 8 + lane % 4 * 2 + i % 2 >= limit[r]) x = minus_infinity();
-            top = fmaxf(top, x);
-        }
-        top = quad_max(top) * scale;
-        const bool grown = top > state.reference[r] + SLACK;
-        shrink[r] = grown ? exp2_fast(state.reference[r] - top) : 1.f;
-        if (grown) state.reference[r] = top;
-        const float shift = state.reference[r] == minus_infinity() ? 0.f : state.reference[r];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            float& x = s[i / 2 * 4 + 2 * r + i % 2];
-            x = exp2_fast(fmaf(x, scale, -shift));
-        }
-    }
-    float total[2] = {0.f, 0.f};
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            p[k][i] = pack(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
-            total[i % 2] += low_half(p[k][i]) + high_half(p[k][i]);
-        }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) state.total[r] = fmaf(state.total[r], shrink[r], total[r]);
 }
 
 // Hands P and `shrink` of block `use` to the right warpgroup.
@@ -271,7 +203,7 @@ __device__ __forceinline__ void sum_left(const Args& args, const Shared& shared,
     for (int at = __ldg(args.starts + work.worker); at < stop; ++at) {
         const Item item = load_item(args.items, at);
         if (item.begin == item.end) {
-            store_zeros(args, item, work, 0, warp * 32 + lane);
+            store_zeros(args, item, work.tile, 0, warp * 32 + lane);
             continue;
         }
         // Row r sees the tokens before seen[r]; a row past the last one sees what the last one does.
@@ -297,18 +229,22 @@ __device__ __forceinline__ void sum_left(const Args& args, const Shared& shared,
                 if constexpr (LAG) barrier_arrive(shared.scored(b));
             }
             u32 p[4][4];
-            float shrink[2];
+            float shift[2], shrink[2];
             const int limit[2] = {seen[0] - j * TOKENS, seen[1] - j * TOKENS};
             const bool masked = (j + 1) * TOKENS > item.tokens - args.queries + 1;
-            weigh(s, p, shrink, state, limit, masked, args.scale, lane);
-            publish(p, shrink, shared, use, warp, lane);
+            rate(s, shift, shrink, state, limit, masked, args.scale, lane);
             if (j > item.begin && __any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f))
                 scale_sums(sum, shrink[0], shrink[1]);
             const u64 values = value_descriptor(shared.block(b), TILE_BYTES);
-            wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) multiply_values(sum, p[k], values + 128 * k, (j - item.begin) | k);
+            for (int k = 0; k < 4; ++k) {  // the tensor cores begin with the first 16 tokens
+                weigh(s, p[k], k, shift, args.scale);
+                wgmma_fence();
+                multiply_values(sum, p[k], values + 128 * k, (j - item.begin) | k);
+            }
             wgmma_commit();
+            publish(p, shrink, shared, use, warp, lane);
+            add_weights(p, shrink, state);
             wgmma_wait<0>();
             settle(sum);
             release(shared.empty_left(b), lane);
@@ -327,8 +263,8 @@ __device__ __forceinline__ void sum_left(const Args& args, const Shared& shared,
             inverse[r] = total > 0.f ? 1.f / total : 0.f;
             if (lane % 4 == 0) {
                 shared.inverse(pieces & 1)[row] = inverse[r];
-                if (item.count > 1)
-                    __stcg(args.scales + slot + row, total > 0.f ? state.reference[r] + log2_fast(total) : minus_infinity());
+                const float scale = total > 0.f ? state.reference[r] + log2_fast(total) : minus_infinity();
+                if (item.count > 1) __stcg(args.scales + slot + row, scale);
             }
         }
         __syncwarp();
@@ -340,14 +276,15 @@ __device__ __forceinline__ void sum_left(const Args& args, const Shared& shared,
 
 // ---- the right warpgroup -----------------------------------------------------------------------------
 
-__device__ __forceinline__ void sum_right(const Args& args, const Shared& shared, const Work& work, int warp, int lane) {
+__device__ __forceinline__ void sum_right(const Args& args, const Shared& shared, const Work& work, int warp,
+                                          int lane) {
     const int stop = __ldg(args.starts + work.worker + 1);
     int use = 0, pieces = 0;
 #pragma unroll 1
     for (int at = __ldg(args.starts + work.worker); at < stop; ++at) {
         const Item item = load_item(args.items, at);
         if (item.begin == item.end) {
-            store_zeros(args, item, work, D_V / 2, warp * 32 + lane);
+            store_zeros(args, item, work.tile, D_V / 2, warp * 32 + lane);
             continue;
         }
         const int row = warp * 16 + lane / 4;
@@ -386,21 +323,7 @@ __device__ __forceinline__ void sum_right(const Args& args, const Shared& shared
     }
 }
 
-// ---- the second launch -------------------------------------------------------------------------------
-
-// A warp adds up a quarter of a row at a time.
-__device__ __forceinline__ void join(const Args& args, int warp, int lane) {
-    for (int i = blockIdx.x * CONSUMERS + warp; i < args.groups * ROWS * 4; i += gridDim.x * CONSUMERS) {
-        const int4 group = __ldg(args.joins + i / (ROWS * 4));
-        const int row = i / 4 % ROWS, at = i % 4 * 32 + lane;
-        if (row >= group.w) continue;
-        const size_t place = size_t(group.x) * ROWS + row;
-        const float4* const sums = reinterpret_cast<const float4*>(args.sums) + place * (D_V / 4) + at;
-        const float4 out = join_pieces<16>(args.scales + place, sums, group.y, args.tiles * ROWS, D_V / 4);
-        u16* const to = args.o + size_t(group.z + row) * D_V + at * 4;
-        *reinterpret_cast<uint2*>(to) = make_uint2(pack(out.x, out.y), pack(out.z, out.w));
-    }
-}
+// ---- the kernel --------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mla_decode(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache,
@@ -412,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (args.groups > 0) {
         wait_for_prerequisites();
-        if (warp < CONSUMERS) join(args, warp, lane);
+        join(args, warp, THREADS / 32, lane);
         return;
     }
     launch_dependents();

@@ -1,8 +1,10 @@
-"""MLA decode: all heads of a sequence against one latent cache, read once and used as keys and as values.
+"""MLA decode: all heads of a sequence against one latent cache, read once, used as keys and as values.
 
-``cuda/mla_decode`` (mla_decode.cu): 64 query rows against 64 tokens at a time on wgmma, the sums split over two
-warpgroups; pieces of sequences are dealt to blocks in ``bind``, a second launch adds up those of cut sequences.
-Few heads are bound by memory, 128 of them by the tensor cores and by the time between softmax and product.
+``cuda/mla_decode`` has two forms. ``wide`` (mla_decode.cu): 64 query rows against 64 tokens at a time on
+wgmma, the sums split over two warpgroups. ``narrow`` (mla_narrow.cu): at most 32 query rows, as the columns
+of wgmma, so that few heads leave the time to memory. In both, pieces of sequences are dealt to blocks in
+``bind``, and a second launch adds up those of cut sequences. Few heads are bound by memory, 128 of them by
+the tensor cores and by the time between softmax and product.
 """
 
 import struct
@@ -14,38 +16,69 @@ from typing import Any
 from dsl_bench.kernels.cuda import _pieces
 from dsl_bench.kernels.cuda._maps import device_ints, tiled_map
 from dsl_bench.kernels.cuda._pieces import Lists, Span
-from dsl_bench.kernels.cuda._plan import SMS, cdiv, ranked
+from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, cdiv, ranked
 
 from dsl_bench.backends.cuda import CudaSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, int_list
 
 D_QK, D_V, PAGE, ROWS = 576, 512, 64, 64
 LOG2_E = 1.4426950408889634
-THREADS, TILES = 384, 9
-#: what a piece costs beside its blocks of tokens, and a piece of a cut sequence on top, in blocks
-PIECE, JOIN = 2.0, 1.5
-#: seconds for a block of tokens: the tensor cores' share and what does not overlap, with and without LAG
-BLOCK_SECONDS = {0: 1.75e-6, 1: 1.55e-6}
+THREADS, TILES, TILE = 384, 9, 64 * 128
+#: warps of a block of the second launch
+JOIN_WARPS = THREADS // 32
+#: the most query rows of the narrow form
+NARROW = 32
+#: in blocks of tokens: what a piece costs beside its own, and one of a cut sequence with 64 query rows on top
+PIECE, JOIN = 2.0, 3.0
+#: seconds for a block of tokens, all of whose bytes are there: wide without and with LAG, narrow
+WIDE_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), 1.0e-6
 #: bytes a second of the memory and of the L2 cache; seconds for a launch, and for the second one
 READ_RATE, L2_RATE, START, SECOND = 4.2e12, 5.5e12, 5.0e-6, 4.0e-6
 
-SPACE: dict[str, Sequence[Any]] = {"cluster": (1, 2), "lag": (0, 1), "plan": _pieces.PLANS}
+SPACE: dict[str, Sequence[Any]] = {
+    "form": ("wide", "narrow"),
+    "cluster": (1, 2),
+    "lag": (0, 1),
+    "plan": _pieces.PLANS,
+}
 
 
-def smem() -> int:
-    """Dynamic shared memory in mla_decode.cu's layout, bytes: q and two blocks, staging, factors, barriers."""
+def wide_smem() -> int:
+    """Dynamic shared memory in mla_decode.cu's layout, bytes: q, two blocks, staging, factors, barriers."""
     factors, barriers = 4 * ROWS * 4, 2 * (TILES + 5) + 2
     return 1024 + 3 * TILES * ROWS * 128 + 8 * 1024 + factors + 8 * barriers
 
 
+def narrow_smem(queries: int, ring: int) -> int:
+    """The same in mla_narrow.cu's layout: ring, q and P, what warpgroups exchange, factors, barriers."""
+    return (
+        1024 + ring * TILE + (TILES + 2) * queries * 128 + 512 * queries + 72 * queries + 8 * (2 * ring + 2)
+    )
+
+
+def ring_of(queries: int) -> int:
+    """Tiles of the narrow form's ring: as many as fit."""
+    return max(n for n in range(2 * TILES, 27) if narrow_smem(queries, n) <= SMEM_LIMIT)
+
+
+def rows_of(case: Case) -> int:
+    """Query rows a sequence: heads and new tokens."""
+    return int(case["h"] * case["sq"])
+
+
 def tiles_of(case: Case) -> int:
     """Tiles of 64 query rows a sequence."""
-    return cdiv(case["h"] * case["sq"], ROWS)
+    return cdiv(rows_of(case), ROWS)
 
 
 def valid(case: Case, config: Config) -> str | None:
     """None, or why ``cuda/mla_decode`` cannot do ``case`` with ``config``."""
     tiles = tiles_of(case)
+    if config["form"] == "narrow":
+        if rows_of(case) > NARROW:
+            return f"{rows_of(case)} query rows are more than {NARROW}"
+        if config["cluster"] != 1 or config["lag"]:
+            return "the narrow form has no clusters and no lag"
     if config["cluster"] == 2 and tiles % 2:
         return f"{tiles} tiles of query rows are not pairs"
     if tiles > SMS:
@@ -54,39 +87,55 @@ def valid(case: Case, config: Config) -> str | None:
 
 
 def static(case: Case, config: Config) -> dict[str, Any]:
-    """All that is baked in; no size of the case."""
-    return {"cluster": config["cluster"], "lag": config["lag"], "bf16": int(case.dtype == "bf16")}
+    """All that is baked in; of the case's sizes only the width that query rows take in the narrow form."""
+    bf16 = int(case.dtype == "bf16")
+    if config["form"] == "narrow":
+        return {"queries": 16 if rows_of(case) <= 16 else 32, "bf16": bf16}
+    return {"cluster": config["cluster"], "lag": config["lag"], "bf16": bf16}
 
 
 def source(static: Mapping[str, Any], arch: str) -> CudaSource:
-    """mla_decode.cu with its macros."""
-    defines = {name.upper(): value for name, value in static.items()} | {"SMEM_BYTES": smem()}
-    file = Path(__file__).with_name("mla_decode.cu")
-    return CudaSource(file, "mla_decode", defines, (), smem(), THREADS, (static["cluster"], 1, 1))
+    """mla_decode.cu or mla_narrow.cu with its macros."""
+    here = Path(__file__)
+    defines = {name.upper(): value for name, value in static.items()}
+    if "queries" in static:
+        ring = ring_of(static["queries"])
+        bytes_ = narrow_smem(static["queries"], ring)
+        defines |= {"RING": ring, "SMEM_BYTES": bytes_}
+        return CudaSource(here.with_name("mla_narrow.cu"), "mla_narrow", defines, (), bytes_, THREADS)
+    bytes_, cluster = wide_smem(), (static["cluster"], 1, 1)
+    defines |= {"SMEM_BYTES": bytes_}
+    return CudaSource(here.with_name("mla_decode.cu"), "mla_decode", defines, (), bytes_, THREADS, cluster)
 
 
 @lru_cache(maxsize=256)
-def _cut(lens: tuple[int, ...], workers: int, way: str) -> tuple[tuple[Span, ...], Lists]:
+def _cut(lens: tuple[int, ...], workers: int, way: str, join: float) -> tuple[tuple[Span, ...], Lists]:
     spans = tuple(Span(row, 0, n, cdiv(n, PAGE)) for row, n in enumerate(lens))
-    return spans, _pieces.plan([s.units for s in spans], workers, PIECE, way, JOIN)
+    return spans, _pieces.plan([s.units for s in spans], workers, PIECE, way, join)
+
+
+def join_cost(case: Case) -> float:
+    """What a piece of a cut sequence costs on top of its own work, in blocks of tokens."""
+    return 0.25 + JOIN * min(ROWS, rows_of(case)) / ROWS
 
 
 def cut(case: Case, config: Mapping[str, Any], sms: int = SMS) -> tuple[tuple[Span, ...], Lists]:
-    """The jobs (a sequence each) and the pieces of each worker: as many blocks as there are tiles of query rows."""
-    return _cut(int_list(str(case.params["lens"])), sms // tiles_of(case), config["plan"])
+    """The jobs (a sequence each) and the pieces of each worker: a block for each tile of query rows."""
+    lens = int_list(str(case.params["lens"]))
+    return _cut(lens, sms // tiles_of(case), config["plan"], join_cost(case))
 
 
 def joins(case: Case, spans: Sequence[Span], found: Sequence[_pieces.Item]) -> list[int]:
-    """Of each cut sequence and tile of query rows: first slot, pieces, first row of o and rows, end to end."""
-    tiles, rows = tiles_of(case), case["h"] * case["sq"]
-    cut_jobs = {item.job: item for item in found if item.count > 1}
+    """Of each cut sequence and tile of query rows: first slot, pieces, first row of o, rows; end to end."""
+    tiles, rows = tiles_of(case), rows_of(case)
+    cut_jobs = {item.job: item for item in found if item.parts > 1}
     return [
         number
         for job, item in sorted(cut_jobs.items())
         for t in range(tiles)
         for number in (
             item.first * tiles + t,
-            item.count,
+            item.parts,
             spans[job].row * rows + t * ROWS,
             min(ROWS, rows - t * ROWS),
         )
@@ -99,7 +148,7 @@ def bind(
     """Tensor maps, the lists of pieces, places for partial results, and one or two launches."""
     c: Mapping[str, Any] = config
     q, cache, table = inputs["q"], inputs["kv_cache"], inputs["page_table"]
-    tiles, rows = tiles_of(case), case["h"] * case["sq"]
+    tiles, rows = tiles_of(case), rows_of(case)
     spans, lists = cut(case, c, module.sms)
     found, starts, slots = _pieces.items(lists)
     groups = joins(case, spans, found)
@@ -112,17 +161,19 @@ def bind(
         matrix_map(cache, case.dtype, cache.shape[0] * PAGE, PAGE // c["cluster"]),
     ]
     tensors = (table, items, begins, sets, outputs["o"], sums, scales)
+    joined = len(groups) // 4 * min(ROWS, rows)  # rows of the second launch
+    quarters = 4 if joined <= JOIN_WARPS * module.sms // 2 else 1
 
     def args(join: int) -> bytes:
-        sizes = (join, table.shape[1], case["h"], rows, case["sq"], tiles)
-        return struct.pack("<7Q6if4x", *(t.data_ptr() for t in tensors), *sizes, LOG2_E / D_QK**0.5)
+        sizes = (join, quarters, table.shape[1], case["h"], rows, case["sq"], tiles)
+        return struct.pack("<7Q7if", *(t.data_ptr() for t in tensors), *sizes, LOG2_E / D_QK**0.5)
 
     first = module.launcher((len(lists) * tiles,), [*maps, args(0)])
     keep = (*tensors, *inputs.values())
     if not groups:
         return Call(first, keep=keep)
-    # a block of the second launch has eight warps that each add up a quarter of a row at a time
-    blocks = min(module.sms // 2 * 2, len(groups) // 4 * ROWS * 4 // 8)
+    # whole clusters, and no more warps than there is to add up
+    blocks = min(module.sms // 2 * 2, cdiv(joined * quarters, 2 * JOIN_WARPS) * 2)
     second = module.launcher((blocks,), [*maps, args(len(groups) // 4)], dependent=True)
 
     def run() -> None:
@@ -141,24 +192,28 @@ def matrix_map(tensor: Any, dtype: str, rows: int, box: int) -> bytes:
 
 
 def seconds(case: Case, config: Mapping[str, Any]) -> float:
-    """Estimated time: the busiest worker's blocks, each by the slowest of tensor cores, memory and L2, and what
-    adding up cut sequences costs."""
+    """Estimated time: the busiest worker's blocks, each by the slowest of tensor cores, memory and L2, and
+    what adding up cut sequences costs."""
     spans, lists = cut(case, config)
     tiles, size = tiles_of(case), PAGE * D_QK * 2
     memory = len(lists) * size / READ_RATE
     cached = len(lists) * tiles / config["cluster"] * size / L2_RATE
-    # with LAG a buffer is refilled later, which shows where memory is slow
-    block = max(BLOCK_SECONDS[config["lag"]], cached, memory * (1.1 if config["lag"] else 1.0))
-    busiest = _pieces.makespan([s.units for s in spans], lists, PIECE, JOIN)
+    # two buffers of the wide form hide less of memory's latency
+    if config["form"] == "narrow":
+        block = max(NARROW_SECONDS, memory)
+    else:
+        block = max(WIDE_SECONDS[config["lag"]], cached, memory * 1.1)
+    busiest = _pieces.makespan([s.units for s in spans], lists, PIECE, join_cost(case))
     _, _, slots = _pieces.items(lists)
-    moved = slots * min(ROWS * tiles, case["h"] * case["sq"]) * D_V * 4
+    moved = slots * min(ROWS * tiles, rows_of(case)) * D_V * 4
     return START + busiest * block + (SECOND + moved / READ_RATE if slots else 0.0)
 
 
 def guesses(case: Case) -> list[dict[str, Any]]:
     """All configs, the cost model's best first."""
     every = (
-        {"cluster": cluster, "lag": lag, "plan": way}
+        {"form": form, "cluster": cluster, "lag": lag, "plan": way}
+        for form in SPACE["form"]
         for cluster in SPACE["cluster"]
         for lag in SPACE["lag"]
         for way in SPACE["plan"]
@@ -168,7 +223,7 @@ def guesses(case: Case) -> list[dict[str, Any]]:
 
 def default(case: Case) -> Config:
     """The cost model's first choice; where nothing is valid, a config whose reason says why."""
-    return next(iter(guesses(case)), {"cluster": 1, "lag": 0, "plan": "even"})
+    return next(iter(guesses(case)), {"form": "wide", "cluster": 1, "lag": 0, "plan": "even"})
 
 
 def seeds(case: Case) -> Sequence[Config]:
@@ -190,8 +245,11 @@ KERNELS = (
         needs=Needs(archs=("sm_90a",)),
         files=(
             "mla_decode.cu",
+            "mla_narrow.cu",
             "mla.cuh",
+            "mla_softmax.cuh",
             "decode.cuh",
+            "decode_ptx.cuh",
             "ptx.cuh",
             "wgmma.cuh",
             "_pieces.py",
@@ -199,6 +257,6 @@ KERNELS = (
             "_tma.py",
             "_plan.py",
         ),
-        summary="latents by TMA, once for scores and values; sums over two warpgroups; pieces added by a chained launch",
+        summary="latents read once by TMA, few heads as columns of wgmma, pieces joined in a chained launch",
     ),
 )
