@@ -20,7 +20,7 @@ from typing import Any
 from dsl_bench import api, catalog, conformance, jobs, registry
 from dsl_bench.catalog import Catalog
 from dsl_bench.records import Compiled, Failure, Interpreted, Record, Skip, Trial
-from dsl_bench.session import Settings
+from dsl_bench.session import DEVICE_SECONDS, Settings
 from dsl_bench.workload import Workload
 
 __all__ = ["BackendConformance", "KernelConformance", "WorkloadConformance"]
@@ -32,7 +32,9 @@ def _load(plugins: tuple[str, ...]) -> Catalog:
 
 
 @cache
-def _smoke(backend: str, kernels: tuple[str, ...], plugins: tuple[str, ...], target: Any) -> list[Record]:
+def _smoke(
+    backend: str, kernels: tuple[str, ...], plugins: tuple[str, ...], target: Any, deadline: float
+) -> list[Record]:
     """The records of a run of the smoke cases, in a folder that does not outlive it."""
     with tempfile.TemporaryDirectory() as folder:
         request = api.Request(
@@ -43,7 +45,7 @@ def _smoke(backend: str, kernels: tuple[str, ...], plugins: tuple[str, ...], tar
             target=target,
             out=Path(folder) / "smoke.jsonl",
             race=False,
-            settings=Settings(trials=4, trial_seconds=0.001),
+            settings=Settings(trials=4, trial_seconds=0.001, deadline=deadline),
         )
         return api.run(request).records
 
@@ -60,6 +62,7 @@ def _broken(records: Sequence[Record]) -> list[str]:
 
 
 class _Plugins:
+    #: files to load as well; installed plugins are found by themselves
     plugins: Sequence[str] = ()
 
     def catalog(self) -> Catalog:
@@ -72,6 +75,8 @@ class _Smoke(_Plugins):
 
     backend: str = ""
     kernels: Sequence[str] = ()
+    #: the longest silence of the device worker, s: more for a language that compiles when it binds
+    deadline: float = DEVICE_SECONDS
 
     def _name(self) -> str:
         return self.backend or self.kernels[0].partition("/")[0]
@@ -83,7 +88,7 @@ class _Smoke(_Plugins):
         """Compiled, interpreted or run on the device, checked against float64: nothing fails, and something
         holds."""
         for target in self._ready():
-            found = _smoke(self._name(), tuple(self.kernels), tuple(self.plugins), target)
+            found = _smoke(self._name(), tuple(self.kernels), tuple(self.plugins), target, self.deadline)
             assert _broken(found) == []
             kind: Any = {"compile": Compiled, "interpret": Interpreted, "device": Trial}[target]
             held = [r for r in found if isinstance(r, kind) and r.status == "ok"]

@@ -74,6 +74,7 @@ COMMANDS = {
     "report": ["report", "--format", "json"],
     "geomean": ["report", "--geomean"],
     "usage": ["run", "no-such-workload"],
+    "new": ["new", "kernel", "triton/my_gemm"],
     "inspect": ["inspect", "gemm", "--case", "4096x4096x4096-bf16", "--backend", "triton"],
     "run": [
         "run",

@@ -116,7 +116,7 @@ def _fill(units: Sequence[int], workers: int, capacity: int, overhead: float) ->
 
 def _even(units: Sequence[int], workers: int, overhead: float, join: float) -> Lists:
     """Equal parts of at most so many units, longest first to the least busy worker; the best such limit."""
-    longest, total = max(units), sum(units)
+    longest, total = max(1, *units), sum(units)
     target = max(1, math.ceil(total / workers))
     limits = {math.ceil(longest / n) for n in range(1, min(longest, 2 * workers) + 1)}
     limits = {limit for limit in limits if limit >= target / 4} or {longest}

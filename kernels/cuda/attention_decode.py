@@ -175,6 +175,11 @@ def seconds(case: Case, config: Mapping[str, Any]) -> float:
     return START + max(total / READ_RATE * (1 + worse), units * unit_bytes / rate) + join + ends
 
 
+def cost(case: Case, config: Config) -> float:
+    """The estimate in µs."""
+    return seconds(case, config) * 1e6
+
+
 def guesses(case: Case) -> list[dict[str, Any]]:
     """The cost model's choices, best first, that differ in a stage's shape or in the blocks an SM holds."""
     every = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
@@ -208,6 +213,7 @@ KERNELS = (
         static=static,
         source=source,
         bind=bind,
+        cost=cost,
         needs=Needs(archs=("sm_90a",)),
         files=(
             "attention_decode.cu",

@@ -209,6 +209,11 @@ def seconds(case: Case, config: Mapping[str, Any]) -> float:
     return START + busiest * block + (SECOND + moved / READ_RATE if slots else 0.0)
 
 
+def cost(case: Case, config: Config) -> float:
+    """The estimate in µs."""
+    return seconds(case, config) * 1e6
+
+
 def guesses(case: Case) -> list[dict[str, Any]]:
     """All configs, the cost model's best first."""
     every = (
@@ -242,6 +247,7 @@ KERNELS = (
         static=static,
         source=source,
         bind=bind,
+        cost=cost,
         needs=Needs(archs=("sm_90a",)),
         files=(
             "mla_decode.cu",

@@ -134,7 +134,8 @@ __device__ __forceinline__ void score(float (&s)[SUMS], const Shared& shared, in
 // P of one block, to shared memory as wgmma's second operand. A lane holds tokens 16·warp + lane/4 (+ 8), of which
 // those before limit[own] count. Returns whether any sum has to be multiplied by `shrink` (of a lane's queries).
 __device__ __forceinline__ bool weigh(float (&s)[SUMS], float (&shrink)[OWN], Softmax& state, const Shared& shared,
-                                      const int (&limit)[OWN], bool masked, float scale, int group, int warp, int lane) {
+                                      const int (&limit)[OWN], bool masked, float scale, int group, int warp,
+                                      int lane) {
 #pragma unroll
     for (int own = 0; own < OWN; ++own) {
         float* const x = &s[own / 2 * 4 + own % 2];  // x[0], and 8 tokens later x[2]

@@ -5,13 +5,14 @@ A part's flags are raised and lowered a warp at a time: the warp that adds a par
 what the same warp of the other block held, so no barrier of more threads is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from triton.experimental.gluon._runtime import constexpr_function
 
 from . import _common as common
-from ._ragged import CLOCK, LINE_CLOCKS, LINES, Classes, Tile, _text, load_text
+from ._ragged import CLOCK, LINE_CLOCKS, LINES, Classes, Tile, _text, classes, load_text
 
 #: fewest K steps of a part: shares end at a tile's end where less would be left
 STEPS = 4
@@ -82,10 +83,13 @@ class Cut:
 
     @classmethod
     def of(cls, tiles: int, steps: int, workers: int, more: int) -> "Cut":
-        """The tiles beyond whole waves, and of these ``more`` besides."""
+        """The tiles beyond whole waves, and of these ``more`` besides. A share has STEPS steps at least: one
+        without any would be waited for in vain."""
         workers = max(1, min(workers, tiles * steps // STEPS))
         waves, rest = divmod(tiles, workers)
-        if rest and more:
+        if rest and rest * steps < STEPS * workers:
+            more = max(more, 1)
+        if rest:
             taken = min(waves, more)
             waves, rest = waves - taken, rest + taken * workers
         return cls(tiles, steps, workers, waves, rest)
@@ -141,7 +145,48 @@ def cost(sizes: Sequence[int], tile: Tile, rows: Classes, more: int) -> float:
     share = cut.shared / cut.workers
     stored = tile.rows * tile.columns / 32 + 600
     part = tile.bm * tile.columns * 4 / 24
-    # a tile in shares of less than one has one or two parts to add for each whole share
-    adding = part * (1 + min(2.0, max(1.0, 1 / share))) if share else 0.0
+    # who ends a tile of many shares leaves nothing and adds them all; with shares above a tile, one of each
+    adding = part * max(2.0, 1 / share) if share else 0.0
     clocks = (cut.waves + share) * rows.steps * step + (cut.waves + (share > 0)) * stored + adding
     return (clocks + 4500 + 0.01 * tile.stages) / (1000 * CLOCK)
+
+
+def plan(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> tuple[Tile, Classes]:
+    """The tile of a config, and the rows of A as its clusters take them."""
+    tile = Tile.of(config["tile"], config["cluster"], int(config["stages"]))
+    return tile, classes(sizes[0], sizes[2], tile.bm * tile.cm, int(config["stride"]))
+
+
+def reason(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> str | None:
+    """Why these sizes cannot or need not be done, whatever the time."""
+    (m, n, k), stride = sizes, int(config["stride"])
+    tile, rows = plan(sizes, config)
+    fault = common.tma_reason(K=k, N=n) or tile.reason()
+    if fault:
+        return fault
+    if k % 64 == 0:
+        return "rows start on 128 bytes: nothing that triton/gemm_streamk lacks"
+    if m < 64:
+        return "fewer rows than a warpgroup multiplies: triton/gemm_skinny"
+    if stride > 1 and m < 64 * stride:
+        return f"classes of every {stride}th row hold fewer rows than a warpgroup multiplies"
+    if tile.cm > 1 and classes(m, k, tile.bm, stride).tiles < 2:
+        return "a single tile along M: nothing for a cluster to share"
+    if (config["tile"], config["cluster"]) == ("256x128", "1x2"):
+        return "the cluster of 128x256 2x1, at more reads of shared memory"
+    if tile.cn > 1 and n <= tile.columns:
+        return "a single tile along N: nothing for a cluster to share"
+    if config["group"] != 8 and m <= 8 * tile.bm:
+        return "there are no more than 8 rows of tiles: the raster is the same as with groups of 8"
+    if rows.steps < 2 * STEPS:
+        return f"{rows.steps} steps of K are too few to cut"
+    tiles = rows.tiles * common.cdiv(n, tile.columns * tile.cn)
+    workers = common.SMS // (tile.cm * tile.cn)
+    if 2 * workers * rows.steps * workers > common.INT32_MAX:
+        return "shares of K exceed 32 bits"
+    cut = Cut.of(tiles, rows.steps, workers, int(config["more"]))
+    if not cut.shared or cut.workers < workers:
+        return "nothing worth cutting: triton/gemm_ragged does the same"
+    if config["more"] and tiles < workers:
+        return "there is no whole wave to cut as well"
+    return None

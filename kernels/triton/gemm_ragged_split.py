@@ -31,9 +31,9 @@ from .gemm_ragged import act, part, place, store_box, value
 
 SPACE = {
     "tile": ("128x256", "256x128", "192x128"),
-    "cluster": ("2x1", "1x2", "1x1"),
+    "cluster": ("2x1", "1x2"),
     "stride": (1, 4, 8),
-    "stages": (4, 5, 3),
+    "stages": (4, 5),
     "group": (8, 16),
     # whole waves that are cut as well
     "more": (0, 1),
@@ -126,7 +126,8 @@ def inside(ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
 def leave_slices(at, acc, ROWS: gl.constexpr, COLS: gl.constexpr):
     """acc [ROWS, COLS] fp32 to a part at ``at``, 64 columns after the other."""
     if COLS <= 64:
-        gl.store(at + inside(ROWS, COLS, acc.type.layout), acc, cache_modifier=".cg")
+        LAYOUT: gl.constexpr = acc.type.layout
+        gl.store(at + inside(ROWS, COLS, LAYOUT), acc, cache_modifier=".cg")
     else:
         left, right = acc.reshape([ROWS, 2, COLS // 2]).permute([0, 2, 1]).split()
         leave_slices(at, left, ROWS, COLS // 2)
@@ -141,8 +142,9 @@ def finish_slices(
     """acc [ROWS, COLS] fp32 and ``parts`` parts, the first at ``at``, each ``pitch`` before the other,
     to C: a slice of columns after the other through ``staged``."""
     if SLICES == 1:
+        LAYOUT: gl.constexpr = acc.type.layout
         for p in range(parts):
-            acc += gl.load(at - p * pitch + inside(ROWS, COLS, acc.type.layout), cache_modifier=".cg")
+            acc += gl.load(at - p * pitch + inside(ROWS, COLS, LAYOUT), cache_modifier=".cg")
         tma.store_wait(0)
         staged.reshape([ROWS, COLS]).store(acc.to(c.dtype))
         fence_async_shared()
@@ -291,11 +293,6 @@ def source(static: Static, arch: str) -> TritonSource:
     )
 
 
-def _plan(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> tuple[ragged.Tile, ragged.Classes]:
-    tile = ragged.Tile.of(config["tile"], config["cluster"], int(config["stages"]))
-    return tile, ragged.classes(sizes[0], sizes[2], tile.bm * tile.cm, int(config["stride"]))
-
-
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
@@ -303,7 +300,7 @@ def bind(
     import torch
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    tile, rows = _plan((case["m"], case["n"], case["k"]), config)
+    tile, rows = host.plan((case["m"], case["n"], case["k"]), config)
     layout = gl.NVMMASharedLayout(128, 16, 3)
 
     def view(tensor: Any, count: int, stride: int, height: int, block: tuple[int, int]) -> Any:
@@ -329,52 +326,19 @@ def bind(
     return Call(run, keep=(a, b, c, partial, flags))
 
 
-def _reason(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> str | None:
-    """Why these sizes cannot or need not be done, whatever the time."""
-    (m, n, k), stride = sizes, int(config["stride"])
-    tile, rows = _plan(sizes, config)
-    reason = common.tma_reason(K=k, N=n) or tile.reason()
-    if reason:
-        return reason
-    if k % 64 == 0:
-        return "rows start on 128 bytes: nothing that triton/gemm_streamk lacks"
-    if m < 64:
-        return "fewer rows than a warpgroup multiplies: triton/gemm_skinny"
-    if stride > 1 and m < 64 * stride:
-        return f"classes of every {stride}th row hold fewer rows than a warpgroup multiplies"
-    if tile.cm > 1 and ragged.classes(m, k, tile.bm, stride).tiles < 2:
-        return "a single tile along M: nothing for a cluster to share"
-    if tile.cn > 1 and n <= tile.columns:
-        return "a single tile along N: nothing for a cluster to share"
-    if config["group"] != 8 and m <= 8 * tile.bm:
-        return "there are no more than 8 rows of tiles: the raster is the same as with groups of 8"
-    if rows.steps < 2 * host.STEPS:
-        return f"{rows.steps} steps of K are too few to cut"
-    tiles = rows.tiles * common.cdiv(n, tile.columns * tile.cn)
-    workers = common.SMS // (tile.cm * tile.cn)
-    if 2 * workers * rows.steps * workers > common.INT32_MAX:
-        return "shares of K exceed 32 bits"
-    cut = host.Cut.of(tiles, rows.steps, workers, int(config["more"]))
-    if not cut.shared or cut.workers < workers:
-        return "nothing worth cutting: triton/gemm_ragged does the same"
-    if config["more"] and tiles < workers:
-        return "there is no whole wave to cut as well"
-    return None
-
-
 def valid(case: Case, config: Config) -> str | None:
     """None, or why this kernel cannot or need not do ``case`` with ``config``."""
     sizes = (case["m"], case["n"], case["k"])
-    reason = _reason(sizes, config)
+    reason = host.reason(sizes, config)
     if reason:
         return reason
     time, best = _cost(sizes, config), _best(sizes)
-    near = max(1.2 * best, best + 6)
+    near = max(1.06 * best, best + 5)
     return None if time < near else f"{time / best:.1f} times the estimated time of the best"
 
 
 def _cost(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> float:
-    return host.cost(sizes, *_plan(sizes, config), int(config["more"]))
+    return host.cost(sizes, *host.plan(sizes, config), int(config["more"]))
 
 
 def _launches() -> Iterator[dict[str, Any]]:
@@ -393,7 +357,7 @@ def _launches() -> Iterator[dict[str, Any]]:
 @lru_cache(maxsize=1024)
 def _best(sizes: tuple[int, int, int]) -> float:
     """The least estimated µs of all launches."""
-    return min((_cost(sizes, c) for c in _launches() if _reason(sizes, c) is None), default=1e30)
+    return min((_cost(sizes, c) for c in _launches() if host.reason(sizes, c) is None), default=1e30)
 
 
 def seeds(case: Case) -> Sequence[Config]:
