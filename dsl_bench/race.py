@@ -13,7 +13,7 @@ import gc
 import itertools
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dsl_bench.errors import TimerError
@@ -107,13 +107,15 @@ def race_sustained(
     warm: float = WARM_S,
     prove: Prove | None = None,
     device: Device | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> RaceResult:
     """Times in the sustained regime: call by call in one unbroken stream, in random order, on advancing
     buffer sets, after up to ``warm`` seconds in which the clock settles.
 
     ``racers[i][s]`` enqueues racer ``i`` on buffer set ``s``. Runs for ``seconds`` and at least
-    ``min_rounds``, at most ``max_rounds``. Raises TimerError where the host cannot keep ahead of the device
-    or every round was under slow-down, and KernelFault for a call that cannot be captured."""
+    ``min_rounds``, at most ``max_rounds``; ``beat`` is called now and then: the race is alive. Raises
+    TimerError where the host cannot keep ahead of the device or every round was under slow-down, and
+    KernelFault for a call that cannot be captured."""
     gpu = device or cuda()
     count = len(racers)
     costs = [cost(gpu, calls) for calls in racers]
@@ -125,9 +127,10 @@ def race_sustained(
     settling = _Settling(warm)
     with gpu.sampler() as sampler, _no_gc(), contextlib.closing(stream.spans()) as flow:
         for span in flow:
+            beat()
             if settling.over(span):
                 break
-        kept, gaps = _measure(flow, seconds, min_rounds * count, max_rounds * count)
+        kept, gaps = _measure(flow, seconds, min_rounds * count, max_rounds * count, beat)
     clean = [span for span in kept if not sampler.window(span.start, span.end).slowed]
     rounds = [row for span in clean for row in _rounds(span, count)]
     if not rounds:
@@ -140,12 +143,19 @@ def race_sustained(
     return _with_clocks(result, sampler, kept[0].start, kept[-1].end)
 
 
-def _measure(flow: Iterator[Span], seconds: float, least: int, most: int) -> tuple[list[Span], int]:
+def _measure(
+    flow: Iterator[Span],
+    seconds: float,
+    least: int,
+    most: int,
+    beat: Callable[[], None] = lambda: None,
+) -> tuple[list[Span], int]:
     """Batches that count, for ``seconds`` and ``least`` samples, up to ``most``; how many did not count."""
     kept: list[Span] = []
     samples = gaps = 0
     spent = 0.0
     for span in flow:
+        beat()
         spent += span.end - span.start
         if span.counts:
             kept.append(span)
@@ -178,12 +188,14 @@ def race_cold(
     min_rounds: int = 15,
     max_rounds: int = KEPT_ROUNDS,
     device: Device | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> RaceResult:
     """Times in the cold regime: an idle gap of max(2 ms, 3 calls), the L2 flushed by a write and a read of
     twice its size, a delay on the device that outlasts the launch, event, one call, event; random order.
 
-    Runs for ``seconds`` and at least ``min_rounds``, at most ``max_rounds``. Raises TimerError where no delay
-    outlasts a launch."""
+    Runs for ``seconds`` and at least ``min_rounds``, at most ``max_rounds``; ``beat`` is called after each
+    sample: long calls with their gaps take many seconds. Raises TimerError where no delay outlasts a
+    launch."""
     gpu = device or cuda()
     costs = [cost(gpu, calls) for calls in racers]
     cold = ColdTimer(gpu, max(GAP_S, 3e-9 * max(c.device_ns for c in costs)))
@@ -197,6 +209,7 @@ def race_cold(
             row = [0.0] * len(racers)
             for i in next(turns):
                 row[i] = cold.sample(racers[i][len(rounds) % len(racers[i])])
+                beat()
             rounds.append(row)
         null = 0.0
         if min(statistics.median(column) for column in zip(*rounds, strict=True)) < NULL_BELOW_NS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: below this share of the fastest, a participant races apart: it would cool the chip for its betters
 APART = 0.8
+#: seconds between two signs of life of a race
+HEARTBEAT_SECONDS = 1.0
 #: what a record takes over from the timer's result as it is
 FROM_RESULT = (
     "samples",
@@ -163,11 +165,12 @@ class RaceTrack:
             entered = [*group, twin]
             runs = [b.runs() for b in entered]
             seconds, seed = self.job.seconds, self.job.seed
+            beat = self._heart(f"racing {self.case.name} {regime}")
             prove = self.bench.proof(self.arena, entered, self.job.data)
             if regime == "cold":
-                result = timing.race_cold(runs, seconds=seconds, seed=seed)
+                result = timing.race_cold(runs, seconds=seconds, seed=seed, beat=beat)
             else:
-                result = timing.race_sustained(runs, seconds=seconds, seed=seed, prove=prove)
+                result = timing.race_sustained(runs, seconds=seconds, seed=seed, prove=prove, beat=beat)
         for b, host in zip(group, result.host_us, strict=False):
             self.people[b.index] = msgspec.structs.replace(self.people[b.index], host_us=host)
         race = self._record(regime, result, [b.index for b in group], time.monotonic() - start)
@@ -187,6 +190,19 @@ class RaceTrack:
             self.people[bound.index] = self.bench.verdict(self.people[bound.index], fault)
             return False
         return True
+
+    def _heart(self, stage: str) -> Callable[[], None]:
+        """Tells the parent, once in a while, that a race is alive: 15 rounds of calls of 20 ms and their idle
+        gaps are a quarter of a minute, and a deadline is the longest silence."""
+        last = time.monotonic()
+
+        def beat() -> None:
+            nonlocal last
+            if time.monotonic() - last > HEARTBEAT_SECONDS:
+                last = time.monotonic()
+                self.bench.send(Progress(stage))
+
+        return beat
 
     def _record(
         self, regime: Regime, result: timing.RaceResult | None, racers: list[int], seconds: float

@@ -437,3 +437,17 @@ def test_foreign_processes_inside_and_outside_of_a_container() -> None:
     assert foreign(10, 20, mine=10) == ["pid 20"]
     assert foreign(10, 20, mine=77) == ["1 of the pids 10, 20"]
     assert foreign(10, mine=77) == []
+
+
+def test_a_race_shows_signs_of_life() -> None:
+    sim = SimDevice()
+    beats: list[int] = []
+    result = timing.race_cold(
+        [[sim.call("a", LONG)], [sim.call("b", LONG)]], seconds=0.1, device=sim, beat=lambda: beats.append(1)
+    )
+    assert len(beats) == 2 * len(result.samples[0])
+    beats.clear()
+    timing.race_sustained(
+        [[sim.call("a", LONG)]] * 2, seconds=0.2, warm=0.1, device=sim, beat=lambda: beats.append(1)
+    )
+    assert beats
