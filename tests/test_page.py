@@ -12,6 +12,7 @@ import pytest
 
 from dsl_bench import frames, insights, page, plot, report, store
 from dsl_bench.errors import NothingMatched
+from dsl_bench.records import Tuned
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -100,18 +101,21 @@ def test_flips_name_two_languages_beyond_their_intervals(rows: list[report.Row])
 
 def test_baselines_count_every_case_once(rows: list[report.Row]) -> None:
     found = insights.baselines(rows)
-    for group in {(r["group"], r["dtype"], r["regime"]) for r in found}:
-        mine = [r for r in found if (r["group"], r["dtype"], r["regime"]) == group]
+    names = ("workload", "group", "dtype", "regime")
+    for group in {tuple(r[n] for n in names) for r in found}:
+        mine = [r for r in found if tuple(r[n] for n in names) == group]
         assert sum(r["cases"] for r in mine) == mine[0]["total"]
 
 
 def test_cost_adds_up() -> None:
     found = store.read([RESULTS])[0]
-    kernels = {r.kernel: ("gemm", 10) for r in found if hasattr(r, "facts") and r.facts}
-    table = {r["backend"]: r for r in insights.costs(found, kernels)}
+    workload = {c.kernel: r.case.workload for r in found if isinstance(r, Tuned) for c in r.near}
+    kernels = {name: (held, 10) for name, held in workload.items() if not name.startswith("vendor/")}
     tuning = frames.load_tuning(RESULTS)
-    for name, row in table.items():
-        mine = tuning[tuning["contender"] == name]
+    table = [r for r in insights.costs(found, kernels) if r["contenders"]]
+    assert {r["backend"] for r in table} == {"cuda", "tilelang", "triton"}
+    for row in table:
+        mine = tuning[(tuning["contender"] == row["backend"]) & (tuning["workload"] == row["workload"])]
         assert row["trials"] == mine["trials"].sum() > 0
         assert row["compiles"] > 0 and row["compile_seconds"] > 0
 
