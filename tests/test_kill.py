@@ -122,9 +122,11 @@ def killed(run: Run, rng: random.Random, startup: float) -> float:
             time.sleep(rng.uniform(0.0, 0.3))
         else:
             time.sleep(rng.uniform(0.0, startup))
+        gone = process.poll()
     finally:
         process.kill()
-        end(process)
+        text = end(process)
+    assert gone in (None, 0), f"it ended by itself: exit {gone}: {text}"
     assert_nobody_left(process.pid)
     after = run.content()
     assert after.startswith(before), "what was recorded has changed"
