@@ -68,7 +68,7 @@ def test_a_winner_without_hgmma_at_128_rows_is_explained_on_its_page() -> None:
 @needs_records
 @pytest.mark.slow
 def test_a_seeded_dozen_compiles_again_without_spills(tmp_path: Path) -> None:
-    """With this machine's own toolchain (the newest Triton, this nvcc, this TileLang); spills are compared where
+    """With this machine's own toolchain (the newest Triton, this nvcc, this TileLang); spills count where
     the assembler is the recorded one."""
     sources = {o.name: o for o in registry.origins() if o.kind == "backend"}
     dozen = random.Random(20261202).sample(WINNERS, min(12, len(WINNERS)))
