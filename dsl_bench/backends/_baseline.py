@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsl_bench.backends._host import probe_driver
 from dsl_bench.plugin import (
     Artifact,
     Availability,
@@ -105,10 +104,6 @@ class Library(Backend):
 
 
 def _cuda_through_torch() -> Availability:
-    # the driver is asked first: importing torch takes seconds, on every command of a machine without a GPU
-    driver = probe_driver("run on a machine with an NVIDIA GPU and its driver")
-    if not driver.ready:
-        return driver
     try:
         import torch
 
