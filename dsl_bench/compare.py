@@ -18,7 +18,7 @@ import numpy as np
 from dsl_bench import stats, store
 from dsl_bench.errors import RecordError, UsageError
 from dsl_bench.records import Record, RunHeader
-from dsl_bench.standing import Book, Numbers, Slot, Standing, stand
+from dsl_bench.standing import Book, Numbers, Standing, stand
 from dsl_bench.store import Entry, Problem
 
 Row = dict[str, Any]
@@ -37,13 +37,15 @@ Key = tuple[str, str, str, str]
 
 @dataclass
 class Side:
-    """One of the two: its records, and each slot's standing by workload, case, regime and language."""
+    """One of the two: its records, and by workload, case, regime and language each slot's standing, and the
+    ratios of those that have any."""
 
     name: str
     records: list[Record]
     problems: list[Problem]
-    book: Book
-    slots: dict[Key, tuple[Slot, Standing]]
+    entries: list[Entry]
+    standings: dict[Key, Standing]
+    numbers: dict[Key, Numbers]
 
 
 def load(name: str, paths: Sequence[Path | str] = ()) -> Side:
@@ -56,10 +58,12 @@ def load(name: str, paths: Sequence[Path | str] = ()) -> Side:
     if not entries:
         raise RecordError(f"{name}: holds no race")
     book = Book(entries, records, {})
-    slots = {
-        (s.case.workload, s.case.name, s.regime, s.backend): (s, stand(s, book, None)) for s in book.slots()
+    standings = {
+        (s.case.workload, s.case.name, s.regime, s.backend): stand(s, book, None) for s in book.slots()
     }
-    return Side(name, records, problems, book, slots)
+    held = {key: Numbers(st, book) for key, st in standings.items() if st.status == "ok" and st.entries}
+    numbers = {key: n for key, n in held.items() if n.baseline is not None}
+    return Side(name, records, problems, entries, standings, numbers)
 
 
 def _records(name: str, paths: Sequence[Path | str]) -> tuple[list[Record], list[Problem]]:
@@ -105,7 +109,7 @@ def _of_revision(name: str) -> tuple[list[Record], list[Problem]] | None:
 
 def environments(before: Side, after: Side) -> list[str]:
     """What differs between the machines and toolchains of two sides, a line each."""
-    ours, theirs = (_facts(side.records) for side in (before, after))
+    ours, theirs = (_facts(side) for side in (before, after))
     return [
         f"{name}: {_text(ours.get(name))} before, {_text(theirs.get(name))} after"
         for name in sorted(ours.keys() | theirs.keys())
@@ -117,15 +121,15 @@ def _text(values: set[str] | None) -> str:
     return ", ".join(sorted(values)) if values else "not recorded"
 
 
-def _facts(records: Iterable[Record]) -> dict[str, set[str]]:
+def _facts(side: Side) -> dict[str, set[str]]:
     facts: dict[str, set[str]] = {}
-    runs = {e.run_id for e in store.entries(records)}
-    for record in records:
+    runs = {e.run_id for e in side.entries}
+    for record in side.records:
         if isinstance(record, RunHeader) and record.run_id in runs:
             for name in ("gpu", "driver", "cuda", "python"):
                 if name in record.environment:
                     facts.setdefault(name, set()).add(str(record.environment[name]))
-    for entry in store.entries(records):
+    for entry in side.entries:
         facts.setdefault(entry.backend, set()).add(entry.version)
     return facts
 
@@ -136,7 +140,7 @@ def compare(before: Side, after: Side, threshold: float = 0.0) -> list[Row]:
     ``verdict``: same, faster, slower, ambiguous, or missing (on one side only, or never measured).
     ``threshold`` is the relative loss that still counts as the same (0.02: two per cent)."""
     spread = Spreads((before, after))
-    keys = list(dict.fromkeys((*before.slots, *after.slots)))
+    keys = list(dict.fromkeys((*before.standings, *after.standings)))
     return [_row(key, before, after, spread, threshold) for key in keys]
 
 
@@ -148,11 +152,9 @@ class Spreads:
         self._cases: dict[Key, list[list[float]]] = {}
         self._kinds: dict[tuple[str, bool], list[list[float]]] = {}
         for side in sides:
-            for key, (_, standing) in side.slots.items():
-                numbers = _numbers(standing, side.book)
-                if numbers is not None:
-                    centres = [float(np.median(v / o)) for v, o in _pairs(numbers, numbers.baseline)]
-                    self.add(key, numbers.mean("time_us"), centres)
+            for key, numbers in side.numbers.items():
+                centres = [float(np.median(v / o)) for v, o in _pairs(numbers, numbers.baseline)]
+                self.add(key, numbers.mean("time_us"), centres)
 
     def add(self, key: Key, time_us: float, centres: list[float]) -> None:
         """Count a slot's medians, one a process."""
@@ -164,13 +166,6 @@ class Spreads:
         kind = stats.Spread.of(self._kinds.get((key[2], time_us < SHORT_US), ()))
         found = stats.Spread.of(self._cases.get((*key[:3], ""), ())).within(kind)
         return found.deviation if found.freedom else UNKNOWN_SPREAD
-
-
-def _numbers(standing: Standing | None, book: Book) -> Numbers | None:
-    if standing is None or standing.status != "ok" or not standing.entries:
-        return None
-    numbers = Numbers(standing, book)
-    return numbers if numbers.baseline is not None else None
 
 
 def _pairs(numbers: Numbers, baseline: str | None) -> list[tuple[Any, Any]]:
@@ -185,12 +180,12 @@ def _pairs(numbers: Numbers, baseline: str | None) -> list[tuple[Any, Any]]:
 def _row(key: Key, before: Side, after: Side, spread: Spreads, threshold: float) -> Row:
     row: Row = dict.fromkeys(FIELDS)
     row |= dict(zip(("workload", "case", "regime", "backend"), key, strict=True))
-    old, new = (_numbers(side.slots.get(key, (None, None))[1], side.book) for side in (before, after))
+    old, new = before.numbers.get(key), after.numbers.get(key)
     for name, numbers in (("before", old), ("after", new)):
         if numbers is not None and numbers.estimate is not None:
             row |= {name: numbers.estimate.value, f"kernel_{name}": numbers.entries[-1].kernel}
     if old is None or new is None:
-        return row | {"verdict": "missing", "reason": _absence(key, before, after, old, new)}
+        return row | {"verdict": "missing", "reason": _absence(key, before, after)}
     baseline, why = _common(old, new)
     if baseline is None:
         return row | {"verdict": "ambiguous", "reason": why}
@@ -201,11 +196,11 @@ def _row(key: Key, before: Side, after: Side, spread: Spreads, threshold: float)
     )
 
 
-def _absence(key: Key, before: Side, after: Side, old: Numbers | None, new: Numbers | None) -> str:
+def _absence(key: Key, before: Side, after: Side) -> str:
     said = []
-    for side, numbers in ((before, old), (after, new)):
-        standing = side.slots.get(key, (None, None))[1]
-        if numbers is None:
+    for side in (before, after):
+        if key not in side.numbers:
+            standing = side.standings.get(key)
             what = "not there" if standing is None else f"{standing.status} {standing.reason}".strip()
             said.append(f"{side.name}: {what}")
     return "; ".join(said)
@@ -217,14 +212,10 @@ def _common(old: Numbers, new: Numbers) -> tuple[str | None, str]:
     assert name is not None
     if any(name not in rivals for rivals in new.rivals):
         return None, f"{name} was not raced after"
-    versions: list[set[str]] = [{_version(r[name]) for r in n.rivals} for n in (old, new)]
+    versions: list[set[str]] = [{r[name].version for r in n.rivals} for n in (old, new)]
     if versions[0] != versions[1]:
         return None, f"{name} is another version: {_text(versions[0])} before, {_text(versions[1])} after"
     return name, ""
-
-
-def _version(entry: Entry) -> str:
-    return entry.version
 
 
 def _verdict(old: Numbers, new: Numbers, baseline: str, between: float, threshold: float) -> Row:

@@ -108,7 +108,7 @@ def test_another_version_of_the_baseline_is_named_and_not_compared(
 
 def test_a_side_may_be_a_run_or_a_revision_and_a_wrong_one_is_told() -> None:
     run_id = next(r.run_id for r in recorded() if isinstance(r, Race))
-    assert compare.load(run_id).slots
+    assert compare.load(run_id).standings
     wrong = run("no-such-thing", RESULTS)
     assert wrong.returncode == 2 and "no-such-thing" in wrong.stderr and wrong.stderr.count("\n") == 1
 
@@ -130,7 +130,7 @@ def test_a_git_revision_holds_its_own_results(
     git("commit", "-qm", "old")
     target.unlink()
     monkeypatch.setenv("DSL_BENCH_RESULTS", str(folder))
-    assert compare.load("HEAD").slots.keys() == compare.load(str(some[0])).slots.keys()
+    assert compare.load("HEAD").standings.keys() == compare.load(str(some[0])).standings.keys()
 
 
 # -- how often it errs ----------------------------------------------------------------------------------
@@ -157,10 +157,8 @@ def test_a_loss_of_three_per_cent_is_found_and_none_is_invented() -> None:
     races: slower is a verdict in either regime."""
     side = compare.load(str(RESULTS))
     slots: dict[tuple[str, str], dict[compare.Key, Any]] = defaultdict(dict)
-    for key, (_, standing) in side.slots.items():
-        numbers = compare._numbers(standing, side.book)
-        if numbers is not None:
-            slots[key[:2]][key] = numbers
+    for key, numbers in side.numbers.items():
+        slots[key[:2]][key] = numbers
     truth = compare.Spreads((side,))
     rng = np.random.default_rng(20)
     slower = {0.0: 0, 0.03: 0}
