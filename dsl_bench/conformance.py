@@ -64,7 +64,8 @@ def _inputs(workload: Workload, case: Case) -> dict[str, Any]:
     """Random tensors on the CPU, in the case's precision, and the case's own index tensors."""
     import torch
 
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32}
+    from dsl_bench.arena import DTYPES as kinds
+
     index = workload.index(case, np.random.default_rng(0))
     return {
         s.name: torch.from_numpy(index[s.name])
