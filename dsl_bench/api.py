@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from dsl_bench import environment, offline, store
 from dsl_bench.catalog import Catalog
 from dsl_bench.contest import Memory, contenders
 from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
-from dsl_bench.jobs import KernelInfo
+from dsl_bench.jobs import KernelInfo, WorkloadInfo
 from dsl_bench.records import (
     REGIMES,
     SCHEMA,
@@ -167,7 +168,7 @@ def _cases_by_workload(
     refused: list[DslBenchError] = []
     for name in names:
         try:
-            work[name] = cases_of(catalog, name, request)
+            work[name] = cases_of(catalog, name, _share(catalog, request, name, names))
         except (UsageError, NothingMatched) as fault:
             if request.workloads or len(names) == 1:
                 raise
@@ -179,6 +180,26 @@ def _cases_by_workload(
                 raise unknown("group", group, known)
         raise NothingMatched("; ".join(str(fault) for fault in refused))
     return work
+
+
+def _share(catalog: Catalog, request: Request, workload: str, names: Sequence[str]) -> Request:
+    """What a request over several workloads asks of one: not groups or patterns that only others know."""
+    infos = {name: catalog.workload(name)[1] for name in names}
+
+    def meant(given: Sequence[str], known: Callable[[WorkloadInfo, str], bool], what: str) -> list[str]:
+        kept = [x for x in given if known(infos[workload], x) or not any(known(i, x) for i in infos.values())]
+        if given and not kept:
+            raise NothingMatched(f"no {what} of {workload} is meant by {', '.join(given)}")
+        return kept
+
+    def has_group(info: WorkloadInfo, group: str) -> bool:
+        return group in catalogs.groups_of(info)
+
+    def has_case(info: WorkloadInfo, pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(c.name, pattern) for c in info.cases)
+
+    groups = meant(request.groups, has_group, "group")
+    return replace(request, groups=groups, patterns=meant(request.patterns, has_case, "case"))
 
 
 def cases_of(catalog: Catalog, workload: str, request: Request) -> list[CaseRef]:

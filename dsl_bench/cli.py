@@ -31,6 +31,7 @@ from dsl_bench.options import (
     Backends,
     CaseFile,
     Cases,
+    CompileDeadline,
     Deadline,
     Format,
     Groups,
@@ -179,6 +180,7 @@ def run(
     winners: Winners = None,
     time_limit: Limit = None,
     deadline: Deadline = 60.0,
+    compile_deadline: CompileDeadline = 300.0,
     resume: Resume = None,
     out: Out = None,
     seed: int = 0,
@@ -202,7 +204,7 @@ def run(
     settings = request.settings
     settings.trials, settings.processes, settings.race_seconds = trials, processes, race_seconds
     settings.data, settings.seed, settings.time_limit = data, seed, time_limit
-    settings.deadline = deadline
+    settings.deadline, settings.compile_deadline = deadline, compile_deadline
     with showing() as show:
         report = api.run(request, show)
     finish(report, fmt, verbose)
@@ -252,6 +254,7 @@ def tune(
     ] = None,
     time_limit: Limit = None,
     deadline: Deadline = 60.0,
+    compile_deadline: CompileDeadline = 300.0,
     resume: Resume = None,
     out: Out = None,
     seed: int = 0,
@@ -277,7 +280,8 @@ def tune(
     settings = request.settings
     settings.trials, settings.strategy, settings.seed = trials or 32, (strategy or ["local"])[0], seed
     settings.prune = not no_prune
-    settings.trial_seconds, settings.time_limit, settings.deadline = trial_seconds, time_limit, deadline
+    settings.trial_seconds, settings.time_limit = trial_seconds, time_limit
+    settings.deadline, settings.compile_deadline = deadline, compile_deadline
     with showing() as show:
         report = api.tune(request, show)
     finish(report, fmt, verbose)

@@ -51,6 +51,7 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="the results file 
 Resume = Annotated[Path | None, typer.Option("--resume", help="go on from this results file")]
 Limit = Annotated[float | None, typer.Option("--time-limit", min=0, help="seconds for the whole command")]
 Deadline = Annotated[float, typer.Option(min=1.0, help="longest silence of the device worker, s")]
+CompileDeadline = Annotated[float, typer.Option(min=1.0, help="longest time a compilation may take, s")]
 Trials = Annotated[int, typer.Option("--trials", min=1, help="configs to try for each contender and case")]
 Workloads = Annotated[list[str] | None, typer.Argument(help="workloads (default: all)")]
 Files = Annotated[list[Path] | None, typer.Option("--results", "-r", help="results files or folders")]

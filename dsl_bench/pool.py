@@ -51,6 +51,13 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
         self._buffer = b""
+        self._fresh = False
+
+    def start(self) -> None:
+        """Start the process unless there is one. It dies with the *thread* that calls this: so a worker that
+        several threads use is started by the one that outlives them."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
 
     def run(
         self,
@@ -61,18 +68,17 @@ class Worker:
     ) -> Outcome:
         """Send ``job`` and wait; ``deadline`` is the longest silence in seconds between two replies."""
         outcome = Outcome()
-        fresh = self._process is None or self._process.poll() is not None
-        if fresh:
-            self._start()
+        self.start()
         if not self._send(job):
             return self._died(outcome)
-        limit = time.monotonic() + deadline + (START_SECONDS[self.role] if fresh else 0.0)
+        limit = time.monotonic() + deadline + (START_SECONDS[self.role] if self._fresh else 0.0)
         while True:
             line = self._read_line(limit, stop)
             if line is None:
                 return self._expired(outcome, deadline, stop)
             if line == b"":
                 return self._died(outcome)
+            self._fresh = False
             reply = jobs.reply_decoder.decode(line)
             limit = time.monotonic() + deadline
             if isinstance(reply, Done):
@@ -128,6 +134,7 @@ class Worker:
             start_new_session=True,
             bufsize=0,
         )
+        self._fresh = True
 
     def _send(self, job: Job) -> bool:
         assert self._process is not None and self._process.stdin is not None

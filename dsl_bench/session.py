@@ -73,6 +73,7 @@ class Settings:
     data: str = "normal"
     processes: int = 1
     deadline: float = DEVICE_SECONDS
+    compile_deadline: float = COMPILE_SECONDS
     time_limit: float | None = None
     #: False: what the kernels and the compiled code's facts would refuse is tried as well
     prune: bool = True
@@ -167,6 +168,8 @@ class Session:
         job = jobs.PreloadJob(origins, self.catalog.extra)
         for _ in range(self.settings.compile_workers if origins else 0):
             self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: None, -1)
+
+        self.device.start()
 
         def warm() -> None:
             self.device.run(job, self.settings.deadline, stop=self._cooling)
@@ -274,7 +277,9 @@ class Session:
             self.settings.arch,
             str(self.folder(candidate.key)),
         )
-        self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: self._compiled(job, outcome), priority)
+        self._compilers().submit(
+            job, self.settings.compile_deadline, lambda outcome: self._compiled(job, outcome), priority
+        )
 
     def folder(self, key: str) -> Path:
         """Where the artifact with ``key`` lies, or will."""

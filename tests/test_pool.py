@@ -49,6 +49,17 @@ def test_a_refused_job_leaves_the_worker_alive(worker):
     assert parse(worker, {"m": "1", "n": "2", "k": "3"})
 
 
+def test_a_worker_outlives_a_thread_that_used_it(worker):
+    worker.start()
+    first = worker._process.pid
+    thread = threading.Thread(target=parse, args=(worker, {"m": "1", "n": "2", "k": "3"}))
+    thread.start()
+    thread.join()
+    time.sleep(0.2)
+    assert parse(worker, {"m": "4", "n": "2", "k": "3"})
+    assert worker._process.pid == first
+
+
 def test_a_silent_worker_is_killed_at_its_deadline_and_replaced(worker, tmp_path, monkeypatch):
     monkeypatch.setitem(pool.START_SECONDS, "describe", 5.0)
     origin = file_origin(tmp_path, "import time\ntime.sleep(600)\n")
