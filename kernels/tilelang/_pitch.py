@@ -1,4 +1,4 @@
-"""The host's half of ``tilelang/gemm_pitch``: its tiles, which rows they take, a cost model. No GPU, no DSL."""
+"""The host's half of ``tilelang/gemm_pitch``: tiles, which rows they take, a cost model. No GPU, no DSL."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -266,7 +266,8 @@ def build(tile: str, cluster: str, buffers: int, dtype: str) -> Any:
                         else:
                             for x, y in T.Parallel(*chunk, loop_layout=lanes(shape)):
                                 part[x, y] = acc[x, start + y]
-                        T.tma_store_wait(buffers - 1)  # the buffer's last store has read it
+                        # the buffer's last store has read it; a tile's first may follow its own buffer
+                        T.tma_store_wait(buffers - 1 if turn else 0)
                         T.sync_threads(1, math)
                         T.copy(part, staged[turn % buffers])
                         T.fence_proxy_async()
