@@ -45,7 +45,9 @@ class TritonSource:
     ``gluon``: ``fn`` is a ``@gluon.jit`` function. Its descriptors name their layout as well
     (``tensordesc<bf16[128,64],{layout!r}>``) and are bound as Gluon's ``TensorDescriptor``. ``cluster`` > 1
     starts the blocks in clusters of that many, each compiled as a block of its own (``num_ctas`` stays 1):
-    the code itself has to know its rank. The grid then counts clusters.
+    the code itself has to know its rank. The grid then counts clusters. ``boxes`` gives the box of a
+    descriptor's tensor map where its sides are no powers of two, as Triton wants them in ``signature``: for
+    descriptors that only the code's own PTX loads by.
     """
 
     fn: Any
@@ -56,6 +58,7 @@ class TritonSource:
     extra: tuple[TritonSource, ...] = ()
     gluon: bool = False
     cluster: int = 1
+    boxes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class TritonModule:
@@ -218,7 +221,7 @@ def _compile_one(source: TritonSource, arch: str, folder: Path) -> dict[str, Any
             built = triton.compile(ast, target=target, options=dict(source.options))
     finally:
         shutil.rmtree(cache, ignore_errors=True)
-    return _store(built, params, source.cluster, folder)
+    return _store(built, params, source, folder)
 
 
 def _ast_source(gluon: bool) -> Any:
@@ -232,12 +235,20 @@ def _ast_source(gluon: bool) -> Any:
     return GluonASTSource
 
 
-def _store(built: Any, params: list[tuple[str, str]], cluster: int, folder: Path) -> dict[str, Any]:
+def _store(
+    built: Any, params: list[tuple[str, str]], source: TritonSource, folder: Path
+) -> dict[str, Any]:
     """Write cubin, PTX, TTGIR, Triton's metadata and our manifest. The launcher takes the size of a cluster
-    from Triton's metadata."""
+    and the boxes of tensor maps from Triton's metadata."""
     triton_meta = built.metadata._asdict()
-    if cluster > 1:
-        triton_meta["num_ctas"] = cluster
+    if source.cluster > 1:
+        triton_meta["num_ctas"] = source.cluster
+    if source.boxes:
+        names = [name for name, kind in params if kind.startswith("tensordesc")]
+        boxes = zip(names, triton_meta["tensordesc_meta"], strict=True)
+        triton_meta["tensordesc_meta"] = [
+            {**meta, "block_size": list(source.boxes.get(name, meta["block_size"]))} for name, meta in boxes
+        ]
     if triton_meta.get("global_scratch_size"):
         raise KernelFault(
             "compile_error",
