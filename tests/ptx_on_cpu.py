@@ -1,0 +1,621 @@
+"""Runs the PTX of a Hopper GEMM on the CPU, a cluster at a time, for kernels that no interpreter runs.
+
+It knows the instructions that Gluon's ring kernels are made of, and nothing more: an unknown one raises. What is
+asynchronous on the device is done late and in random order here, so that a missing wait shows: loads land when a
+seeded scheduler says so, stores read shared memory when their group is waited for, operands of a ``wgmma`` must
+still hold the same bytes when it is waited for. A cluster in which no warp can go on raises Deadlock.
+
+Not modelled: registers (a ``wgmma``'s sums are there at once), the order of memory between threads beyond the
+barriers, time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LANES = np.arange(32)
+#: where shared memory starts: not at 0, so that an offset is not taken for an address
+SMEM_BASE = 1024
+PARAM_BASE = 0x7000_0000
+U32 = np.uint32
+
+
+class Deadlock(AssertionError):
+    """No warp of the cluster can go on."""
+
+
+@dataclass
+class TensorMap:
+    """A tensor map over 16-bit elements: sizes and strides (elements) with the innermost last, box, swizzle."""
+
+    data: np.ndarray
+    shape: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+
+    def cells(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets of a box's elements [rows, columns], and which of them lie inside."""
+        x, y, z = at
+        columns, rows = np.arange(self.box[2]) + x, np.arange(self.box[1]) + y
+        inside = (rows >= 0) & (rows < self.shape[1]) & (0 <= z < self.shape[0])
+        inside = inside[:, None] & ((columns >= 0) & (columns < self.shape[2]))[None, :]
+        return z * self.strides[0] + rows[:, None] * self.strides[1] + columns[None, :], inside
+
+    def places(self, start: int) -> np.ndarray:
+        """Shared-memory addresses of a box's elements, swizzled by the width of its rows."""
+        width = self.box[2] * 2
+        at = start + np.arange(self.box[1])[:, None] * width + np.arange(self.box[2])[None, :] * 2
+        return at ^ (at >> 3 & {128: 0x70, 64: 0x30, 32: 0x10}[width])
+
+
+@dataclass
+class Instruction:
+    op: str
+    args: tuple[str, ...]
+    guard: str = ""
+
+
+def _split(text: str) -> tuple[str, ...]:
+    """Operands, of which those in braces or brackets stay together."""
+    parts, depth, at = [], 0, 0
+    for i, ch in enumerate(text):
+        depth += (ch in "{[") - (ch in "}]")
+        if ch == "," and depth == 0:
+            parts.append(text[at:i].strip())
+            at = i + 1
+    parts.append(text[at:].strip())
+    return tuple(p for p in parts if p)
+
+
+class Program:
+    """The statements of the one kernel in a PTX text, and where its labels are."""
+
+    def __init__(self, ptx: str) -> None:
+        body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.M)
+        head = re.search(r"\.visible \.entry (\w+)\(", body)
+        assert head, "no kernel"
+        self.name = head.group(1)
+        start = body.index("\n{", head.end())
+        end = body.index("$L__func_end0:", start)
+        self.threads = int(re.search(r"\.reqntid (\d+)", body).group(1))  # type: ignore[union-attr]
+        self.code: list[Instruction] = []
+        self.labels: dict[str, int] = {}
+        self.tables: dict[str, list[str]] = {}
+        self._scopes: list[tuple[int, set[str]]] = []
+        self._count = 0
+        # braces that stand alone open and close the scope of a text of inline PTX
+        for chunk in re.split(r"(^\s*[{}]\s*$)|;", body[start + 2 : end], flags=re.M):
+            if chunk and chunk.strip():
+                self._statement(chunk.strip())
+
+    def _statement(self, text: str) -> None:
+        if text == "{":
+            self._count += 1
+            self._scopes.append((self._count, set()))
+            return
+        if text == "}":
+            self._scopes.pop()
+            return
+        while label := re.match(r"([$\w]+):\s*", text):
+            text = text[label.end() :]
+            if text.startswith(".branchtargets"):
+                self.tables[label.group(1)] = [t.strip() for t in text.split(None, 1)[1].split(",")]
+                return
+            self.labels[self._local(label.group(1), declare=True)] = len(self.code)
+        if not text:
+            return
+        if text.startswith(".reg"):
+            if self._scopes:
+                for name in text.split(None, 2)[2].split(","):
+                    self._local(name.strip(), declare=True)
+            return
+        guard = ""
+        if text.startswith("@"):
+            guard, text = text[1:].split(None, 1)
+            guard = "!" + self._local(guard[1:]) if guard.startswith("!") else self._local(guard)
+        op, *rest = text.split(None, 1)
+        args = _split(rest[0]) if rest else ()
+        self.code.append(Instruction(op, tuple(self._locals(a) for a in args), guard))
+
+    def _local(self, name: str, declare: bool = False) -> str:
+        """A name of the innermost text of inline PTX that declares it, as it is called here."""
+        if declare and self._scopes:
+            self._scopes[-1][1].add(name)
+        for number, names in reversed(self._scopes):
+            if name in names:
+                return f"{name}@{number}"
+        return name
+
+    def _locals(self, operand: str) -> str:
+        return re.sub(r"(?<![%$\w.])[A-Za-z_]\w*", lambda m: self._local(m.group()), operand)
+
+
+@dataclass
+class Barrier:
+    count: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+
+@dataclass
+class Block:
+    rank: int
+    index: int
+    smem: np.ndarray
+    dirty: np.ndarray
+    barriers: dict[int, Barrier] = field(default_factory=dict)
+    #: threads that have arrived at a numbered barrier, and how often it has opened
+    named: dict[int, list[int]] = field(default_factory=dict)
+
+    def arrive(self, at: int) -> None:
+        bar = self.barriers[at]
+        bar.pending -= 1
+        assert bar.pending >= 0, f"more arrivals than barrier {at} of block {self.rank} counts"
+        bar.settle()
+
+    def complete(self, at: int, count: int) -> None:
+        self.barriers[at].bytes -= count
+        self.barriers[at].settle()
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """fp32 to the bits of bf16, to nearest, ties to even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(U32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def fp32(bits: np.ndarray) -> np.ndarray:
+    """The bits of bf16 as fp32."""
+    return (bits.astype(U32) << 16).view(np.float32)
+
+
+class Cluster:
+    """Blocks that run together. ``params`` are the kernel's parameters: numbers, or TensorMaps."""
+
+    def __init__(
+        self, program: Program, params: Sequence[Any], first: int, blocks: int, grid: int, seed: int = 0
+    ) -> None:
+        self.program, self.params, self.grid = program, params, grid
+        self.random = random.Random(seed)
+        size = SMEM_BASE + 232448
+        self.blocks = [
+            Block(r, first + r, np.zeros(size, np.uint8), np.zeros(size, np.uint8)) for r in range(blocks)
+        ]
+        self.flying: list[Callable[[], None]] = []
+        self.met = [0, 0]
+        self.moved = True
+
+    def run(self) -> None:
+        """All warps to their end."""
+        warps = [Warp(self, b, w).run() for b in self.blocks for w in range(self.program.threads // 32)]
+        while warps:
+            self.moved = False
+            left = []
+            for warp in warps:
+                if next(warp, None) is None:
+                    self.moved = True
+                else:
+                    left.append(warp)
+            while self.flying and (self.random.random() < 0.5 or not self.moved):
+                self.flying.pop(self.random.randrange(len(self.flying)))()
+                self.moved = True
+            if not self.moved:
+                raise Deadlock(f"{len(left)} of {self.program.threads // 32 * len(self.blocks)} warps wait")
+            warps = left
+            self.random.shuffle(warps)
+        assert not self.flying, "loads are under way when the last warp ends"
+
+
+class Warp:
+    """32 threads that take the same branches. Registers hold bits: uint32, uint64, or bool."""
+
+    def __init__(self, cluster: Cluster, block: Block, number: int) -> None:
+        self.cluster, self.block, self.number = cluster, block, number
+        self.registers: dict[str, np.ndarray] = {}
+        self.stores: list[Callable[[], None]] = []
+        self.groups: list[list[Callable[[], None]]] = []
+        self.products: list[tuple[np.ndarray, np.ndarray]] = []
+        self.flights: list[list[tuple[np.ndarray, np.ndarray]]] = []
+
+    def special(self, name: str) -> np.ndarray | int:
+        values: dict[str, Any] = {
+            "%tid.x": self.number * 32 + LANES,
+            "%laneid": LANES,
+            "%ctaid.x": self.block.index,
+            "%nctaid.x": self.cluster.grid,
+            "%cluster_ctarank": self.block.rank,
+            "global_smem": SMEM_BASE,
+        }
+        if name in values:
+            return values[name]
+        if found := re.fullmatch(r"\w+_param_(\d+)", name):
+            return PARAM_BASE + 128 * int(found.group(1))
+        return int(name[2:], 16) if re.match("0[fd]", name) else int(name, 0)
+
+    def get(self, name: str, kind: Any = U32) -> np.ndarray:
+        if name in self.registers:
+            return self.registers[name].astype(kind) if kind is not bool else self.registers[name]
+        if re.match(r"%(r|rd|p|rs)\d|.*@\d", name):
+            raise AssertionError(f"{name} is read before it is written")
+        value = self.special(name)
+        mask = (1 << 8 * np.dtype(kind).itemsize) - 1
+        return np.broadcast_to((np.atleast_1d(value).astype(object) & mask).astype(kind), 32)
+
+    def one(self, name: str, lane: int = 0) -> int:
+        return int(self.get(name, np.uint64)[lane])
+
+    def put(self, name: str, value: np.ndarray, mask: np.ndarray) -> None:
+        if name == "_":
+            return
+        if mask.all():
+            self.registers[name] = value
+        else:
+            old = self.registers.get(name, np.zeros(32, value.dtype))
+            self.registers[name] = np.where(mask, value, old)
+
+    def address(self, operand: str) -> np.ndarray:
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self.get(base, np.uint64).astype(np.int64) + int(offset or "0", 0)
+
+    def run(self) -> Iterator[bool]:
+        """Until the end; yields where it has to wait."""
+        code, at = self.cluster.program.code, 0
+        while True:
+            it = code[at]
+            at += 1
+            mask = np.ones(32, bool)
+            if it.guard:
+                mask = self.registers[it.guard.lstrip("!")] ^ it.guard.startswith("!")
+            if it.op in ("bra", "bra.uni", "ret", "brx.idx"):
+                assert mask.all() or not mask.any(), "threads of a warp part"
+                if not mask.any():
+                    continue
+                if it.op == "ret":
+                    assert not self.groups and not self.stores, "stores still read shared memory at the end"
+                    return
+                target = it.args[0]
+                if it.op == "brx.idx":
+                    target = self.cluster.program.tables[it.args[1]][self.one(it.args[0])]
+                at = self.cluster.program.labels[target]
+                continue
+            yield from self.step(it, mask)
+
+    def step(self, it: Instruction, mask: np.ndarray) -> Iterator[bool]:
+        family = it.op.split(".")[0]
+        if it.op.startswith(("barrier.cluster", "bar", "mbarrier.try")) and it.op != "bar.warp.sync":
+            yield from self.wait(it, mask)
+        elif (named := getattr(self, "do_" + family, None)) is not None:
+            named(it, mask)
+            self.cluster.moved = True
+        else:
+            raise NotImplementedError(f"{it.op} {it.args}")
+
+    # what waits
+
+    def wait(self, it: Instruction, mask: np.ndarray) -> Iterator[bool]:
+        cluster, block = self.cluster, self.block
+        if it.op.startswith("mbarrier.try_wait"):
+            bar = block.barriers[int(self.address(it.args[1])[0])]
+            parity = self.one(it.args[2])
+            while bar.phase == parity:
+                yield True
+            self.put(it.args[0], np.ones(32, bool), mask)
+        elif it.op.startswith("barrier.cluster.arrive"):
+            cluster.met[0] += 32
+        elif it.op.startswith("barrier.cluster.wait"):
+            # all warps arrive before any waits a second time, so a count is enough
+            everyone = cluster.program.threads * len(cluster.blocks)
+            goal = (cluster.met[0] - 1) // everyone + 1
+            while cluster.met[0] < goal * everyone:
+                yield True
+        else:
+            number = self.one(it.args[0])
+            count = self.one(it.args[1]) if len(it.args) > 1 else cluster.program.threads
+            state = block.named.setdefault(number, [0, 0])
+            state[0] += 32
+            assert state[0] <= count, f"barrier {number}: more threads than {count}"
+            opened = state[1]
+            if state[0] == count:
+                state[:] = [0, opened + 1]
+            while state[1] == opened:
+                yield True
+        cluster.moved = True
+
+    # arithmetic
+
+    def binary(self, it: Instruction, mask: np.ndarray, do: Callable[[Any, Any], Any]) -> None:
+        wide = it.op.endswith("64")
+        kind = np.uint64 if wide else U32
+        signed = np.int64 if wide else np.int32
+        a, b = (self.get(x, kind) for x in it.args[1:3])
+        if re.search(r"\.s(32|64)$", it.op):
+            a, b = a.view(signed), b.view(signed)
+        with np.errstate(over="ignore"):
+            self.put(it.args[0], np.asarray(do(a, b)).astype(a.dtype).view(kind), mask)
+
+    def do_add(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, lambda a, b: a + b)
+
+    def do_sub(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, lambda a, b: a - b)
+
+    def do_and(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op == "and.pred":
+            self.put(it.args[0], self.registers[it.args[1]] & self.registers[it.args[2]], mask)
+        else:
+            self.binary(it, mask, lambda a, b: a & b)
+
+    def do_or(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op == "or.pred":
+            self.put(it.args[0], self.registers[it.args[1]] | self.registers[it.args[2]], mask)
+        else:
+            self.binary(it, mask, lambda a, b: a | b)
+
+    def do_xor(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, lambda a, b: a ^ b)
+
+    def do_min(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, np.minimum)
+
+    def do_max(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, np.maximum)
+
+    def do_shl(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, lambda a, b: a << b)
+
+    def do_shr(self, it: Instruction, mask: np.ndarray) -> None:
+        self.binary(it, mask, lambda a, b: a >> b)
+
+    def do_div(self, it: Instruction, mask: np.ndarray) -> None:
+        def toward_zero(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            a, b = a.astype(np.int64), b.astype(np.int64)
+            # a quotient that is not used may have no divisor
+            safe = np.where(b == 0, 1, b)
+            return np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe))
+
+        self.binary(it, mask, toward_zero)
+
+    def do_mul(self, it: Instruction, mask: np.ndarray) -> None:
+        def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            full = a.astype(np.int64) * b.astype(np.int64)
+            return full >> 32 if ".hi" in it.op else full & 0xFFFF_FFFF
+
+        if ".wide" in it.op:
+            a, b = (self.get(x).astype(np.uint64) for x in it.args[1:3])
+            self.put(it.args[0], a * b, mask)
+        else:
+            self.binary(it, mask, product)
+
+    def do_mad(self, it: Instruction, mask: np.ndarray) -> None:
+        a, b, c = (self.get(x) for x in it.args[1:4])
+        self.put(it.args[0], (a.astype(np.uint64) * b + c).astype(U32), mask)
+
+    def do_neg(self, it: Instruction, mask: np.ndarray) -> None:
+        self.put(it.args[0], (-self.get(it.args[1]).astype(np.int64)).astype(U32), mask)
+
+    def do_not(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op == "not.pred":
+            self.put(it.args[0], ~self.registers[it.args[1]], mask)
+        else:
+            self.put(it.args[0], ~self.get(it.args[1]), mask)
+
+    def do_bfe(self, it: Instruction, mask: np.ndarray) -> None:
+        x, start, count = self.get(it.args[1]).astype(np.int64), self.one(it.args[2]), self.one(it.args[3])
+        x = x >> start & ((1 << count) - 1)
+        if it.op.endswith("s32"):
+            x = np.where(x >> (count - 1) & 1, x - (1 << count), x)
+        self.put(it.args[0], x.astype(U32), mask)
+
+    def do_setp(self, it: Instruction, mask: np.ndarray) -> None:
+        _, how, *_rest, kind = it.op.split(".")
+        a, b = (self.get(x) for x in it.args[1:3])
+        if kind[0] == "s":
+            a, b = a.view(np.int32), b.view(np.int32)
+        if kind == "b16":
+            a, b = a & 0xFFFF, b & 0xFFFF
+        compare: dict[str, Callable[[Any, Any], Any]] = {
+            "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+            "gt": np.greater, "ge": np.greater_equal,
+        }  # fmt: skip
+        self.put(it.args[0], compare[how](a, b), mask)
+
+    def do_selp(self, it: Instruction, mask: np.ndarray) -> None:
+        chosen = np.where(self.registers[it.args[3]], self.get(it.args[1]), self.get(it.args[2]))
+        self.put(it.args[0], chosen, mask)
+
+    def do_mov(self, it: Instruction, mask: np.ndarray) -> None:
+        kind = np.uint64 if it.op.endswith("64") else U32
+        self.put(it.args[0], self.get(it.args[1], kind), mask)
+
+    def do_cvta(self, it: Instruction, mask: np.ndarray) -> None:
+        self.put(it.args[0], self.get(it.args[1], np.uint64), mask)
+
+    def do_cvt(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op == "cvt.rn.bf16x2.f32":
+            high, low = (bf16(self.get(x).view(np.float32)).astype(U32) for x in it.args[1:3])
+        elif it.op == "cvt.rn.f16x2.f32":
+            high, low = (
+                self.get(x).view(np.float32).astype(np.float16).view(np.uint16).astype(U32)
+                for x in it.args[1:3]
+            )
+        else:
+            assert it.op == "cvt.u64.u32", it.op
+            self.put(it.args[0], self.get(it.args[1]).astype(np.uint64), mask)
+            return
+        self.put(it.args[0], high << 16 | low, mask)
+
+    # threads among each other
+
+    def do_shfl(self, it: Instruction, mask: np.ndarray) -> None:
+        assert it.op == "shfl.sync.idx.b32", it.op
+        self.put(it.args[0], self.get(it.args[1])[self.get(it.args[2]) & 31], mask)
+
+    def do_elect(self, it: Instruction, mask: np.ndarray) -> None:
+        first, chosen = it.args[0].split("|")
+        self.put(first, np.zeros(32, U32), mask)
+        self.put(chosen, LANES == 0, mask)
+
+    def do_setmaxnreg(self, it: Instruction, mask: np.ndarray) -> None:
+        pass
+
+    def do_mapa(self, it: Instruction, mask: np.ndarray) -> None:
+        rank = self.get(it.args[2])
+        self.put(it.args[0], self.get(it.args[1]) | (rank + 1) << 24, mask)
+
+    # memory
+
+    def do_ld(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op.startswith("ld.param"):
+            found = re.search(r"_param_(\d+)", it.args[1])
+            value = self.cluster.params[int(found.group(1))]  # type: ignore[union-attr]
+            self.put(it.args[0], np.full(32, value & 0xFFFF_FFFF, U32), mask)
+            return
+        size = int(it.op[-2:].lstrip("b")) // 8
+        at = self.address(it.args[1])
+        data = sum(self.block.smem[at + i].astype(U32) << 8 * i for i in range(size))
+        self.put(it.args[0], np.asarray(data), mask)
+
+    def do_st(self, it: Instruction, mask: np.ndarray) -> None:
+        assert it.op.startswith("st.shared"), it.op
+        size = int(re.search(r"\.[bu](\d+)", it.op).group(1)) // 8  # type: ignore[union-attr]
+        for n, name in enumerate(_split(it.args[1].strip("{}"))):
+            value = self.get(name)
+            for lane in LANES[mask]:
+                for i in range(size):
+                    self.block.smem[self.address(it.args[0])[lane] + n * size + i] = value[lane] >> 8 * i & 255
+
+    def do_stmatrix(self, it: Instruction, mask: np.ndarray) -> None:
+        at = self.address(it.args[0])
+        names = _split(it.args[1].strip("{}"))
+        for n, name in enumerate(names):
+            pairs = self.get(name)
+            cells = np.stack([pairs & 0xFFFF, pairs >> 16], 1).astype(np.uint16).reshape(8, 8)
+            if ".trans" in it.op:
+                cells = cells.T
+            for row in range(8):
+                to = int(at[n * 8 + row])
+                assert to % 16 == 0
+                self.block.smem[to : to + 16] = np.ascontiguousarray(cells[row]).view(np.uint8)
+                self.block.dirty[to : to + 16] = self.number + 1
+
+    def do_fence(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op.startswith("fence.proxy.async"):
+            self.block.dirty[self.block.dirty == self.number + 1] = 0
+
+    def do_mbarrier(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op.startswith("mbarrier.init"):
+            if mask.any():
+                assert mask.sum() == 1
+                count = self.one(it.args[1])
+                self.block.barriers[int(self.address(it.args[0])[0])] = Barrier(count, count)
+            return
+        at = self.address(it.args[1])
+        for lane in LANES[mask]:
+            where = int(at[lane])
+            block = self.block
+            if "shared::cluster" in it.op:
+                block, where = self.cluster.blocks[(where >> 24) - 1], where & 0xFF_FFFF
+            if ".expect_tx" in it.op:
+                block.barriers[where].bytes += self.one(it.args[2])
+            block.arrive(where)
+
+    def do_cp(self, it: Instruction, mask: np.ndarray) -> None:
+        if "commit_group" in it.op:
+            if self.stores:
+                self.groups.append(self.stores)
+                self.stores = []
+        elif "wait_group" in it.op:
+            while len(self.groups) > self.one(it.args[0]):
+                for store in self.groups.pop(0):
+                    store()
+        elif mask.any():
+            assert mask.sum() == 1
+            lane = int(LANES[mask][0])
+            (self.load if ".global.mbarrier" in it.op else self.store)(it, lane)
+
+    def box(self, operand: str, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
+        map_at, at = _split(operand.strip("[] "))
+        found = self.cluster.params[(self.one(map_at) - PARAM_BASE) // 128]
+        assert isinstance(found, TensorMap)
+        signed = (int(self.get(x).view(np.int32)[lane]) for x in _split(at.strip("{}")))
+        return found, tuple(signed)
+
+    def load(self, it: Instruction, lane: int) -> None:
+        to, bar = (int(self.address(it.args[i])[lane]) for i in (0, 2))
+        source, at = self.box(it.args[1], lane)
+        many = self.one(it.args[3]) if len(it.args) > 3 else 1 << self.block.rank
+
+        def land() -> None:
+            offsets, inside = source.cells(at)
+            flat = source.data.reshape(-1)
+            values = np.where(inside, flat[np.where(inside, offsets, 0)], 0).astype(np.uint16)
+            places = source.places(to)
+            for block in self.cluster.blocks:
+                if many >> block.rank & 1:
+                    block.smem[places] = values & 0xFF
+                    block.smem[places + 1] = values >> 8
+                    block.complete(bar, values.size * 2)
+
+        self.cluster.flying.append(land)
+
+    def store(self, it: Instruction, lane: int) -> None:
+        target, at = self.box(it.args[0], lane)
+        places = target.places(int(self.address(it.args[1])[lane]))
+        smem = self.block.smem
+        assert not self.block.dirty[places].any(), "a store reads what no fence has made visible to it"
+
+        def leave() -> None:
+            offsets, inside = target.cells(at)
+            values = smem[places].astype(np.uint16) | smem[places + 1].astype(np.uint16) << 8
+            target.data.reshape(-1)[offsets[inside]] = values[inside]
+
+        self.stores.append(leave)
+
+    # products
+
+    def do_wgmma(self, it: Instruction, mask: np.ndarray) -> None:
+        if it.op.startswith("wgmma.mma_async"):
+            self.multiply(it)
+        elif it.op.startswith("wgmma.commit"):
+            self.flights.append(self.products)
+            self.products = []
+        elif it.op.startswith("wgmma.wait"):
+            while len(self.flights) > self.one(it.args[0]):
+                for places, bytes_then in self.flights.pop(0):
+                    assert np.array_equal(self.block.smem[places], bytes_then), "operands changed under a wgmma"
+
+    def operand(self, descriptor: int, rows: np.ndarray) -> np.ndarray:
+        """fp32 [rows, 16] of an operand by its descriptor: 128-byte rows, swizzled, in groups of eight."""
+        assert descriptor >> 62 == 1
+        start, group = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        at = start + (rows // 8 * group + rows % 8 * 128)[:, None] + np.arange(16)[None, :] * 2
+        at = at ^ (at >> 3 & 0x70)
+        smem = self.block.smem
+        places = np.concatenate([at.ravel(), at.ravel() + 1])
+        self.products.append((places, smem[places]))
+        return fp32(smem[at].astype(np.uint16) | smem[at + 1].astype(np.uint16) << 8)
+
+    def multiply(self, it: Instruction) -> None:
+        found = re.search(r"m64n(\d+)k16\.f32\.bf16\.bf16", it.op)
+        assert found, it.op
+        n = int(found.group(1))
+        names = _split(it.args[0].strip("{}"))
+        assert len(names) == n // 2
+        a = self.operand(self.one(it.args[1]), self.number % 4 * 16 + np.arange(16))
+        b = self.operand(self.one(it.args[2]), np.arange(n))
+        product = a @ b.T
+        for i, name in enumerate(names):
+            row, column = LANES // 4 + 8 * (i // 2 % 2), i // 4 * 8 + LANES % 4 * 2 + i % 2
+            sums = self.get(name).view(np.float32) + product[row, column]
+            self.registers[name] = sums.astype(np.float32).view(U32)
