@@ -1,9 +1,10 @@
 """Runs the PTX of a Hopper GEMM on the CPU, a cluster at a time, for kernels that no interpreter runs.
 
-It knows the instructions that Gluon's ring kernels are made of, and nothing more: an unknown one raises. What is
-asynchronous on the device is done late and in random order here, so that a missing wait shows: loads land when a
-seeded scheduler says so, stores read shared memory when their group is waited for, operands of a ``wgmma`` must
-still hold the same bytes when it is waited for. A cluster in which no warp can go on raises Deadlock.
+It knows the instructions that Gluon's ring kernels are made of, and nothing more: an unknown one raises. What
+is asynchronous on the device is done late and in random order here, so that a missing wait shows: loads land
+when a seeded scheduler says so, stores read shared memory when their group is waited for, operands of a
+``wgmma`` must still hold the same bytes when it is waited for. A cluster in which no warp can go on raises
+Deadlock.
 
 Not modelled: registers (a ``wgmma``'s sums are there at once), the order of memory between threads beyond the
 barriers, time.
@@ -32,7 +33,7 @@ class Deadlock(AssertionError):
 
 @dataclass
 class TensorMap:
-    """A tensor map over 16-bit elements: sizes and strides (elements) with the innermost last, box, swizzle."""
+    """A tensor map over 16-bit elements: sizes, strides (elements) and box, the innermost last."""
 
     data: np.ndarray
     shape: Sequence[int]
@@ -493,7 +494,9 @@ class Warp:
             value = self.get(name)
             for lane in LANES[mask]:
                 for i in range(size):
-                    self.block.smem[self.address(it.args[0])[lane] + n * size + i] = value[lane] >> 8 * i & 255
+                    self.block.smem[self.address(it.args[0])[lane] + n * size + i] = (
+                        value[lane] >> 8 * i & 255
+                    )
 
     def do_stmatrix(self, it: Instruction, mask: np.ndarray) -> None:
         at = self.address(it.args[0])
@@ -593,7 +596,9 @@ class Warp:
         elif it.op.startswith("wgmma.wait"):
             while len(self.flights) > self.one(it.args[0]):
                 for places, bytes_then in self.flights.pop(0):
-                    assert np.array_equal(self.block.smem[places], bytes_then), "operands changed under a wgmma"
+                    assert np.array_equal(self.block.smem[places], bytes_then), (
+                        "operands changed under a wgmma"
+                    )
 
     def operand(self, descriptor: int, rows: np.ndarray) -> np.ndarray:
         """fp32 [rows, 16] of an operand by its descriptor: 128-byte rows, swizzled, in groups of eight."""

@@ -235,9 +235,7 @@ def _ast_source(gluon: bool) -> Any:
     return GluonASTSource
 
 
-def _store(
-    built: Any, params: list[tuple[str, str]], source: TritonSource, folder: Path
-) -> dict[str, Any]:
+def _store(built: Any, params: list[tuple[str, str]], source: TritonSource, folder: Path) -> dict[str, Any]:
     """Write cubin, PTX, TTGIR, Triton's metadata and our manifest. The launcher takes the size of a cluster
     and the boxes of tensor maps from Triton's metadata."""
     triton_meta = built.metadata._asdict()

@@ -1,7 +1,7 @@
-"""What ``gemm_pitch`` is made of besides Gluon: the PTX of its loads and products, shapes of tiles, a cost model.
+"""What ``gemm_pitch`` is made of besides Gluon: PTX of its loads and products, shapes of tiles, a cost model.
 
-Gluon's tensors have sides that are powers of two, so a tile of 176 or 144 is made of tensors of 16: the sums of
-a warpgroup are pieces of [64, 16], which one ``wgmma`` of any multiple of 16 columns takes side by side.
+Gluon's tensors have sides that are powers of two, so a tile of 176 or 144 is made of tensors of 16: the sums
+of a warpgroup are pieces of [64, 16], which one ``wgmma`` of any multiple of 16 columns takes side by side.
 """
 
 import math
@@ -78,7 +78,10 @@ def load_text(tile: "Tile") -> str:
     ):
         lines += [f"mad.lo.u32 {name}, $2, {share * ROW}, s;", f"add.u32 {name}, {name}, {start};"]
     load = "@p cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    for to, source, blocks in (("da", "[ma, {$3, $4, $5}]", tile.cn), ("db", "[mb, {$3, $6, none}]", tile.cm)):
+    for to, source, blocks in (
+        ("da", "[ma, {$3, $4, $5}]", tile.cn),
+        ("db", "[mb, {$3, $6, none}]", tile.cm),
+    ):
         many, mask = (".multicast::cluster", ", all") if blocks > 1 else ("", "")
         lines.append(f"{load}{many} [{to}], {source}, [bar]{mask};")
     return _text(*lines)
@@ -242,8 +245,8 @@ class Tile:
 
     @property
     def younger(self) -> tuple[int, ...]:
-        """How many stores may be in flight when a chunk's buffer is written, for each of a tile's chunks: those
-        of the chunks since the buffer's last. A tile's first buffers wait for the tile before."""
+        """How many stores may be in flight when a chunk's buffer is written, for each of a tile's chunks:
+        those of the chunks since the buffer's last. A tile's first chunk waits for the tile before."""
         issued = [width // self.box_q for _, width in self.chunks] * self.mi
         return tuple(
             sum(issued[:n]) if n < self.buffers else sum(issued[n - self.buffers + 1 : n])

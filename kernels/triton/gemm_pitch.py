@@ -1,10 +1,11 @@
-"""``triton/gemm_pitch``: C = A·Bᵀ for rows an odd multiple of 16 bytes apart, in tiles of any 16 rows or columns,
-bf16 or fp16.
+"""``triton/gemm_pitch``: C = A·Bᵀ for rows an odd multiple of 16 bytes apart, in tiles of any 16 rows or
+columns, bf16 or fp16.
 
-``gemm_ragged`` with three things more, all against waves that are nearly empty. Its tiles have sides of any
-multiple of 16: the product is a ``wgmma`` in PTX over a tuple of Gluon tensors of 16 columns, which Gluon's own,
-with powers of two, cannot be. ``swapped``: rows of C are wgmma's N, so that 176 or 144 of them are a tile.
-``pingpong``: two warpgroups take turns with tiles of their own, one storing while the other multiplies.
+``gemm_ragged`` with three things more, against waves that are nearly empty. Its tiles have sides of any
+multiple of 16: the product is a ``wgmma`` in PTX over a tuple of Gluon tensors of 16 columns, which Gluon's
+own, with powers of two, cannot be. ``swapped``: rows of C are wgmma's N, so that 176 or 144 of them are a
+tile. ``pingpong``: two warpgroups take turns with tiles of their own, one storing while the other multiplies.
+And an operand's share of a stage is one load, of as many rows.
 
 Sums, staging and the stores of C are Gluon's; ring, loads and products are PTX (``_pitch.py``).
 """
@@ -357,14 +358,34 @@ def _best(sizes: tuple[int, int, int]) -> float:
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """The best of each tile by the cost model, then of each tile and stride, and of tile and cluster."""
-    possible = [c for c in _launches(_sizes(case)) if valid(case, c) is None]
-    found = {
-        tuple(c.items()): c
-        for names, count in ((("tile",), 5), (("tile", "stride"), 8), (("tile", "cluster"), 6), (("tile",), 9))
-        for c in common.ranked(possible, lambda c: cost(case, c), lambda c, n=names: tuple(c[x] for x in n), count)
-    }
-    return list(found.values())
+    """By the cost model: the best, the best with another tile, and the first's tile with another stride and
+    cluster; then further tiles, strides and clusters."""
+    ranked = sorted(
+        (c for c in _launches(_sizes(case)) if valid(case, c) is None), key=lambda c: cost(case, c)
+    )
+    if not ranked:
+        return ()
+    best = ranked[0]
+
+    def others(name: str, like: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The best config for each other value of ``name`` that agrees with the first in ``like``."""
+        agreeing = (c for c in ranked if c[name] != best[name] and all(c[x] == best[x] for x in like))
+        return common.ranked(agreeing, lambda c: cost(case, c), lambda c: c[name], 8)
+
+    tiles, strides = others("tile", ()), others("stride", ("tile", "cluster"))
+    clusters = others("cluster", ("tile",))
+    order = [
+        best,
+        *tiles[:1],
+        *strides[:1],
+        *clusters[:1],
+        *tiles[1:4],
+        *strides[1:],
+        *clusters[1:],
+        *tiles[4:],
+    ]
+    order += common.ranked(ranked, lambda c: cost(case, c), lambda c: (c["tile"], c["stride"]), 8)
+    return list({tuple(c.items()): c for c in order}.values())
 
 
 def default(case: Case) -> Config:
