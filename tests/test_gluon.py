@@ -121,7 +121,7 @@ def test_the_ring_lies_where_its_ptx_says(tile: str, cluster: str, stages: int, 
 
 
 @pytest.mark.parametrize("stride", [1, 4, 8])
-@pytest.mark.parametrize("rows", [128, 192, 256, 512])
+@pytest.mark.parametrize("rows", [128, 192, 256, 288, 352, 512])
 def test_classes_cover_every_row_in_place(stride: int, rows: int) -> None:
     """What ``place`` does, replayed: every row of A falls to a tile, none beyond A, and all steps of a tile
     together cover K; with every eighth row, each starts on a line of 128 bytes."""

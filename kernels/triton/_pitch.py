@@ -5,7 +5,7 @@ of a warpgroup are pieces of [64, 16], which one ``wgmma`` of any multiple of 16
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -300,3 +300,23 @@ def plan(sizes: Sequence[int], config: Any, half: bool = False) -> tuple[Tile, C
     """The tile of a config, and the rows of A as its clusters take them."""
     tile = Tile.of(config["tile"], config["cluster"], int(config["stages"]), half)
     return tile, classes(sizes[0], sizes[2], tile.bm * tile.cm, int(config["stride"]))
+
+
+def reason(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> str | None:
+    """Why these sizes cannot or need not be done, whatever the time."""
+    (m, n, k), stride = sizes, int(config["stride"])
+    tile, _rows = plan(sizes, config)
+    fault = common.tma_reason(K=k, N=n) or tile.reason()
+    if fault:
+        return fault
+    if k % 64 == 0:
+        return "rows start on 128 bytes: nothing that triton/gemm lacks"
+    if m < 64:
+        return "fewer rows than a warpgroup multiplies: triton/gemm_skinny"
+    if stride > 1 and m < 64 * stride:
+        return f"classes of every {stride}th row hold fewer rows than a warpgroup multiplies"
+    if tile.cm > 1 and classes(m, k, tile.bm, stride).tiles < 2:
+        return "a single tile along M: nothing for a cluster to share"
+    if tile.cn > 1 and n <= tile.bn:
+        return "a single tile along N: nothing for a cluster to share"
+    return None

@@ -298,7 +298,7 @@ def _sizes(case: Case) -> tuple[int, int, int]:
 
 def valid(case: Case, config: Config) -> str | None:
     """None, or why this kernel cannot or need not do ``case`` with ``config``."""
-    reason = _reason(_sizes(case), config)
+    reason = host.reason(_sizes(case), config)
     if reason:
         return reason
     if config["group"] != 8 and case["m"] <= 8 * host.plan(_sizes(case), config)[0].bm:
@@ -308,26 +308,6 @@ def valid(case: Case, config: Config) -> str | None:
     return None if time < near else f"{time / best:.1f} times the estimated time of the best"
 
 
-def _reason(sizes: tuple[int, int, int], config: Mapping[str, Any]) -> str | None:
-    """Why these sizes cannot or need not be done, whatever the time."""
-    (m, n, k), stride = sizes, int(config["stride"])
-    tile, _rows = host.plan(sizes, config)
-    fault = common.tma_reason(K=k, N=n) or tile.reason()
-    if fault:
-        return fault
-    if k % 64 == 0:
-        return "rows start on 128 bytes: nothing that triton/gemm lacks"
-    if m < 64:
-        return "fewer rows than a warpgroup multiplies: triton/gemm_skinny"
-    if stride > 1 and m < 64 * stride:
-        return f"classes of every {stride}th row hold fewer rows than a warpgroup multiplies"
-    if tile.cm > 1 and host.classes(m, k, tile.bm, stride).tiles < 2:
-        return "a single tile along M: nothing for a cluster to share"
-    if tile.cn > 1 and n <= tile.bn:
-        return "a single tile along N: nothing for a cluster to share"
-    return None
-
-
 def _launches(sizes: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
     """All that can be launched, with the deepest ring that fits."""
     for tile in SPACE["tile"]:
@@ -335,7 +315,7 @@ def _launches(sizes: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
             for stride in SPACE["stride"]:
                 for stages in SPACE["stages"]:
                     config = {"tile": tile, "cluster": cluster, "stride": stride, "stages": stages}
-                    if _reason(sizes, config) is None:
+                    if host.reason(sizes, config) is None:
                         yield {**config, "group": 8}
 
 
