@@ -1,4 +1,4 @@
-"""``triton/gemm_pitch``: what it assumes of its binary, and its PTX run on the CPU (``ptx_on_cpu.py``)."""
+"""``triton/gemm_pitch``: what it assumes of its binary, and its PTX run on the CPU (``ptx_on_cpu/``)."""
 
 import importlib.util
 import json
@@ -32,12 +32,14 @@ def case(m: int, n: int, k: int) -> Case:
 
 
 def emulator() -> ModuleType:
-    path = Path(__file__).with_name("ptx_on_cpu.py")
-    spec = importlib.util.spec_from_file_location("ptx_on_cpu", path)
+    folder = Path(__file__).with_name("ptx_on_cpu")
+    spec = importlib.util.spec_from_file_location(
+        "ptx_on_cpu", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
+    # submodules and dataclasses look it up
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

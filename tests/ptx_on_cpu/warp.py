@@ -1,221 +1,20 @@
-"""Runs the PTX of a Hopper GEMM on the CPU, a cluster at a time, for kernels that no interpreter runs.
-
-It knows the instructions that Gluon's ring kernels are made of, and nothing more: an unknown one raises. What
-is asynchronous on the device is done late and in random order here, so that a missing wait shows: loads land
-when a seeded scheduler says so, stores read shared memory when their group is waited for, operands of a
-``wgmma`` must still hold the same bytes when it is waited for. A cluster in which no warp can go on raises
-Deadlock.
-
-Not modelled: registers (a ``wgmma``'s sums are there at once), the order of memory between threads beyond the
-barriers, time.
-"""
+"""A warp: its registers, and what each instruction does."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .memory import PARAM_BASE, SMEM_BASE, U32, Barrier, Block, TensorMap, bf16, fp32
+from .program import Instruction, split
+
+if TYPE_CHECKING:
+    from . import Cluster
+
 LANES = np.arange(32)
-#: where shared memory starts: not at 0, so that an offset is not taken for an address
-SMEM_BASE = 1024
-PARAM_BASE = 0x7000_0000
-U32 = np.uint32
-
-
-class Deadlock(AssertionError):
-    """No warp of the cluster can go on."""
-
-
-@dataclass
-class TensorMap:
-    """A tensor map over 16-bit elements: sizes, strides (elements) and box, the innermost last."""
-
-    data: np.ndarray
-    shape: Sequence[int]
-    strides: Sequence[int]
-    box: Sequence[int]
-
-    def cells(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets of a box's elements [rows, columns], and which of them lie inside."""
-        x, y, z = at
-        columns, rows = np.arange(self.box[2]) + x, np.arange(self.box[1]) + y
-        inside = (rows >= 0) & (rows < self.shape[1]) & (0 <= z < self.shape[0])
-        inside = inside[:, None] & ((columns >= 0) & (columns < self.shape[2]))[None, :]
-        return z * self.strides[0] + rows[:, None] * self.strides[1] + columns[None, :], inside
-
-    def places(self, start: int) -> np.ndarray:
-        """Shared-memory addresses of a box's elements, swizzled by the width of its rows."""
-        width = self.box[2] * 2
-        at = start + np.arange(self.box[1])[:, None] * width + np.arange(self.box[2])[None, :] * 2
-        return at ^ (at >> 3 & {128: 0x70, 64: 0x30, 32: 0x10}[width])
-
-
-@dataclass
-class Instruction:
-    op: str
-    args: tuple[str, ...]
-    guard: str = ""
-
-
-def _split(text: str) -> tuple[str, ...]:
-    """Operands, of which those in braces or brackets stay together."""
-    parts, depth, at = [], 0, 0
-    for i, ch in enumerate(text):
-        depth += (ch in "{[") - (ch in "}]")
-        if ch == "," and depth == 0:
-            parts.append(text[at:i].strip())
-            at = i + 1
-    parts.append(text[at:].strip())
-    return tuple(p for p in parts if p)
-
-
-class Program:
-    """The statements of the one kernel in a PTX text, and where its labels are."""
-
-    def __init__(self, ptx: str) -> None:
-        body = re.sub(r"//[^\n]*|^\s*\.loc\s[^\n]*", "", ptx, flags=re.M)
-        head = re.search(r"\.visible \.entry (\w+)\(", body)
-        assert head, "no kernel"
-        self.name = head.group(1)
-        start = body.index("\n{", head.end())
-        end = body.index("$L__func_end0:", start)
-        self.threads = int(re.search(r"\.reqntid (\d+)", body).group(1))  # type: ignore[union-attr]
-        self.code: list[Instruction] = []
-        self.labels: dict[str, int] = {}
-        self.tables: dict[str, list[str]] = {}
-        self._scopes: list[tuple[int, set[str]]] = []
-        self._count = 0
-        # braces that stand alone open and close the scope of a text of inline PTX
-        for chunk in re.split(r"(^\s*[{}]\s*$)|;", body[start + 2 : end], flags=re.M):
-            if chunk and chunk.strip():
-                self._statement(chunk.strip())
-
-    def _statement(self, text: str) -> None:
-        if text == "{":
-            self._count += 1
-            self._scopes.append((self._count, set()))
-            return
-        if text == "}":
-            self._scopes.pop()
-            return
-        while label := re.match(r"([$\w]+):\s*", text):
-            text = text[label.end() :]
-            if text.startswith(".branchtargets"):
-                self.tables[label.group(1)] = [t.strip() for t in text.split(None, 1)[1].split(",")]
-                return
-            self.labels[self._local(label.group(1), declare=True)] = len(self.code)
-        if not text:
-            return
-        if text.startswith(".reg"):
-            if self._scopes:
-                for name in text.split(None, 2)[2].split(","):
-                    self._local(name.strip(), declare=True)
-            return
-        guard = ""
-        if text.startswith("@"):
-            guard, text = text[1:].split(None, 1)
-            guard = "!" + self._local(guard[1:]) if guard.startswith("!") else self._local(guard)
-        op, *rest = text.split(None, 1)
-        args = _split(rest[0]) if rest else ()
-        self.code.append(Instruction(op, tuple(self._locals(a) for a in args), guard))
-
-    def _local(self, name: str, declare: bool = False) -> str:
-        """A name of the innermost text of inline PTX that declares it, as it is called here."""
-        if declare and self._scopes:
-            self._scopes[-1][1].add(name)
-        for number, names in reversed(self._scopes):
-            if name in names:
-                return f"{name}@{number}"
-        return name
-
-    def _locals(self, operand: str) -> str:
-        return re.sub(r"(?<![%$\w.])[A-Za-z_]\w*", lambda m: self._local(m.group()), operand)
-
-
-@dataclass
-class Barrier:
-    count: int
-    pending: int
-    bytes: int = 0
-    phase: int = 0
-
-    def settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.phase, self.pending = self.phase ^ 1, self.count
-
-
-@dataclass
-class Block:
-    rank: int
-    index: int
-    smem: np.ndarray
-    dirty: np.ndarray
-    barriers: dict[int, Barrier] = field(default_factory=dict)
-    #: threads that have arrived at a numbered barrier, and how often it has opened
-    named: dict[int, list[int]] = field(default_factory=dict)
-
-    def arrive(self, at: int) -> None:
-        bar = self.barriers[at]
-        bar.pending -= 1
-        assert bar.pending >= 0, f"more arrivals than barrier {at} of block {self.rank} counts"
-        bar.settle()
-
-    def complete(self, at: int, count: int) -> None:
-        self.barriers[at].bytes -= count
-        self.barriers[at].settle()
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    """fp32 to the bits of bf16, to nearest, ties to even."""
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(U32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def fp32(bits: np.ndarray) -> np.ndarray:
-    """The bits of bf16 as fp32."""
-    return (bits.astype(U32) << 16).view(np.float32)
-
-
-class Cluster:
-    """Blocks that run together. ``params`` are the kernel's parameters: numbers, or TensorMaps."""
-
-    def __init__(
-        self, program: Program, params: Sequence[Any], first: int, blocks: int, grid: int, seed: int = 0
-    ) -> None:
-        self.program, self.params, self.grid = program, params, grid
-        self.random = random.Random(seed)
-        size = SMEM_BASE + 232448
-        self.blocks = [
-            Block(r, first + r, np.zeros(size, np.uint8), np.zeros(size, np.uint8)) for r in range(blocks)
-        ]
-        self.flying: list[Callable[[], None]] = []
-        self.met = [0, 0]
-        self.moved = True
-
-    def run(self) -> None:
-        """All warps to their end."""
-        warps = [Warp(self, b, w).run() for b in self.blocks for w in range(self.program.threads // 32)]
-        while warps:
-            self.moved = False
-            left = []
-            for warp in warps:
-                if next(warp, None) is None:
-                    self.moved = True
-                else:
-                    left.append(warp)
-            while self.flying and (self.random.random() < 0.5 or not self.moved):
-                self.flying.pop(self.random.randrange(len(self.flying)))()
-                self.moved = True
-            if not self.moved:
-                raise Deadlock(f"{len(left)} of {self.program.threads // 32 * len(self.blocks)} warps wait")
-            warps = left
-            self.random.shuffle(warps)
-        assert not self.flying, "loads are under way when the last warp ends"
 
 
 class Warp:
@@ -294,7 +93,7 @@ class Warp:
 
     def step(self, it: Instruction, mask: np.ndarray) -> Iterator[bool]:
         family = it.op.split(".")[0]
-        if it.op.startswith(("barrier.cluster", "bar", "mbarrier.try")) and it.op != "bar.warp.sync":
+        if it.op.startswith(("bar", "mbarrier.try_wait")):
             yield from self.wait(it, mask)
         elif (named := getattr(self, "do_" + family, None)) is not None:
             named(it, mask)
@@ -490,7 +289,7 @@ class Warp:
     def do_st(self, it: Instruction, mask: np.ndarray) -> None:
         assert it.op.startswith("st.shared"), it.op
         size = int(re.search(r"\.[bu](\d+)", it.op).group(1)) // 8  # type: ignore[union-attr]
-        for n, name in enumerate(_split(it.args[1].strip("{}"))):
+        for n, name in enumerate(split(it.args[1].strip("{}"))):
             value = self.get(name)
             for lane in LANES[mask]:
                 for i in range(size):
@@ -500,7 +299,7 @@ class Warp:
 
     def do_stmatrix(self, it: Instruction, mask: np.ndarray) -> None:
         at = self.address(it.args[0])
-        names = _split(it.args[1].strip("{}"))
+        names = split(it.args[1].strip("{}"))
         for n, name in enumerate(names):
             pairs = self.get(name)
             cells = np.stack([pairs & 0xFFFF, pairs >> 16], 1).astype(np.uint16).reshape(8, 8)
@@ -548,10 +347,10 @@ class Warp:
             (self.load if ".global.mbarrier" in it.op else self.store)(it, lane)
 
     def box(self, operand: str, lane: int) -> tuple[TensorMap, tuple[int, ...]]:
-        map_at, at = _split(operand.strip("[] "))
+        map_at, at = split(operand.strip("[] "))
         found = self.cluster.params[(self.one(map_at) - PARAM_BASE) // 128]
         assert isinstance(found, TensorMap)
-        signed = (int(self.get(x).view(np.int32)[lane]) for x in _split(at.strip("{}")))
+        signed = (int(self.get(x).view(np.int32)[lane]) for x in split(at.strip("{}")))
         return found, tuple(signed)
 
     def load(self, it: Instruction, lane: int) -> None:
@@ -615,7 +414,7 @@ class Warp:
         found = re.search(r"m64n(\d+)k16\.f32\.bf16\.bf16", it.op)
         assert found, it.op
         n = int(found.group(1))
-        names = _split(it.args[0].strip("{}"))
+        names = split(it.args[0].strip("{}"))
         assert len(names) == n // 2
         a = self.operand(self.one(it.args[1]), self.number % 4 * 16 + np.arange(16))
         b = self.operand(self.one(it.args[2]), np.arange(n))
