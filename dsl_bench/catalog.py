@@ -148,6 +148,13 @@ def load(
     return Catalog(tuple(_with_lost_kernels(_without_twins(described))))
 
 
+def cases() -> list[CaseRef]:
+    """Every case of the installed workloads, in their order, which no backend is asked for."""
+    found = [o for o in registry.origins(()) if o.kind == "workload"]
+    described = _describe_all(found, _Describer(lambda text: None, False))
+    return [c for _, w in Catalog(tuple(described)).workloads().values() for c in w.cases]
+
+
 def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Described]:
     """Descriptions in the order of ``found``: first of those that may add kernels, then of the backends with
     what was added to them."""

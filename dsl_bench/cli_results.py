@@ -11,7 +11,7 @@ import typer
 
 from dsl_bench.console import EXIT_LOSS, FORMATS, check_format, emit, errors, put, showing, warn
 from dsl_bench.errors import NothingMatched, RecordError, UsageError, unknown
-from dsl_bench.options import Files, Format, Groups, Workloads, wanted
+from dsl_bench.options import Files, Format, Workloads, wanted
 
 
 class Shown(enum.StrEnum):
@@ -20,6 +20,7 @@ class Shown(enum.StrEnum):
     fractions = "fractions"
     flips = "flips"
     baselines = "baselines"
+    gaps = "gaps"
     cost = "cost"
 
 
@@ -44,11 +45,18 @@ def _known_only(kind: str, given: Sequence[str] | None, known: set[str]) -> None
 
 
 def _insight(
-    show: Shown, rows: Sequence[dict[str, Any]], records: Sequence[Any], kernels: Any, fmt: str
+    show: Shown,
+    rows: Sequence[dict[str, Any]],
+    records: Sequence[Any],
+    kernels: Any,
+    cases: Sequence[Any],
+    fmt: str,
 ) -> None:
     from dsl_bench import insights
 
-    if show == Shown.flips:
+    if show == Shown.gaps:
+        found, names = insights.gaps(rows, cases), insights.GAPS
+    elif show == Shown.flips:
         found, names = insights.flips(rows), insights.FLIPS
     elif show == Shown.baselines:
         found, names = insights.baselines(rows), insights.BASELINES
@@ -57,10 +65,49 @@ def _insight(
     emit(found, fmt, list(names))
 
 
+#: longer than that, the reasons would hide the answer
+_MOST_GAPS = 12
+
+
+def _fractions(
+    rows: Sequence[dict[str, Any]], means: Sequence[dict[str, Any]], cases: Sequence[Any], geomean: bool
+) -> None:
+    """The rows by group for a terminal of any width, the headline last, and on stderr what has no number."""
+    from dsl_bench import insights, tables
+    from dsl_bench import report as reports
+
+    shown = means if geomean else [r | {"verdict": r["verdict"] or r["status"]} for r in rows]
+    by = [*(["gpu"] if len({r["gpu"] for r in rows}) > 1 else []), "workload"]
+    by += [] if geomean else ["group", "dtype"]
+    names = [n for n in reports.short_columns(geomean) if n not in ("status", "reason")]
+    if not any(r["stale"] for r in rows):
+        names.remove("stale")
+    text, gone = tables.sections(shown, by, names, reports.MEAN_SPARE if geomean else reports.SPARE)
+    put(text)
+    worse = [m for m in means if m["regime"] == reports.WORSE]
+    for gpu in dict.fromkeys(m["gpu"] for m in worse):
+        mine = [m for m in worse if m["gpu"] == gpu]
+        summary, fields = reports.headline(mine, worst=False)
+        put(
+            f"\nSpeed as a fraction of the fastest vendor kernel on {gpu}: geometric mean, each case at its "
+            "lower regime. fastest: within 1 % of the best mean, of the languages with the most cases.\n"
+        )
+        put(tables.sections(summary, ["workload"], fields, [("cases",)])[0])
+    if gone:
+        errors.print(f"left out for width: {', '.join(gone)} (all columns: --format csv)", markup=False)
+    lines = insights.gap_lines(insights.gaps(rows, cases))
+    for line in lines[:_MOST_GAPS]:
+        errors.print(line, markup=False, soft_wrap=True)
+    if len(lines) > _MOST_GAPS:
+        errors.print(f"… and {len(lines) - _MOST_GAPS} more lines like these: --show gaps", markup=False)
+
+
 def report(
     results: Files = None,
     geomean: Annotated[bool, typer.Option("--geomean", help="one row a group, regime and language")] = False,
-    group: Groups = None,
+    group: Annotated[
+        list[str] | None, typer.Option("--group", "-g", help="case groups (default: all)")
+    ] = None,
     workload: Workloads = None,
     fail_below: Annotated[
         float | None, typer.Option(help="exit 4 when the geomean of any group shown is below this")
@@ -68,7 +115,10 @@ def report(
     readme: Annotated[Path | None, typer.Option(help="rewrite the table between this file's markers")] = None,
     show: Annotated[
         Shown,
-        typer.Option(help="fractions; flips of the ranking between regimes; who was the baseline; cost"),
+        typer.Option(
+            help="fractions; flips of the ranking between regimes; who was the baseline; cost; gaps: what "
+            "has no number, and why"
+        ),
     ] = Shown.fractions,
     fmt: Annotated[str, typer.Option("--format", "-f", help="table, json, csv, md or html")] = "table",
 ) -> None:
@@ -95,6 +145,7 @@ def report(
     if not rows:
         raise NothingMatched(f"no recorded race matches in {', '.join(map(str, paths)) or 'no file'}")
     means = reports.geomeans(rows, cases)
+    shown = [c for c in cases if wanted(c.workload, workload)]
     if readme is not None:
         _write_page(readme, reports.render_readme(page, everything, records, cases))
     kernels = {name: (k.workload, k.lines) for name, k in found.kernels().items()}
@@ -103,7 +154,9 @@ def report(
 
         put(pages.render(rows, records, kernels, cases))
     elif show != Shown.fractions:
-        _insight(show, rows, records, kernels, fmt)
+        _insight(show, rows, records, kernels, shown, fmt)
+    elif fmt == "table":
+        _fractions(rows, means, shown, geomean)
     else:
         emit(
             means if geomean else rows,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dsl_bench.records import Compiled, Record, Tuned
+from dsl_bench.records import CaseRef, Compiled, Record, Tuned
 
 Row = dict[str, Any]
+#: why a case that no language raced has no number
+NOT_YET = "not raced yet"
 FLIPS: tuple[str, ...] = ("workload", "case", "cold", "sustained", "cold_order", "sustained_order")
 BASELINES: tuple[str, ...] = ("workload", "group", "dtype", "regime", "baseline", "cases", "total")
 COSTS: tuple[str, ...] = (
@@ -22,6 +24,41 @@ COSTS: tuple[str, ...] = (
     "kernels",
     "lines",
 )
+GAPS: tuple[str, ...] = ("workload", "case", "backend", "regime", "status", "reason")
+
+
+def gaps(rows: Sequence[Row], cases: Iterable[CaseRef] = ()) -> list[Row]:
+    """What has no fraction, and why: a row a case and language, and one for every case of ``cases`` that no
+    language raced though others of its group were."""
+    table: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        if row["fraction"] is None:
+            key = (row["workload"], row["case"], row["backend"], row["status"], row["reason"])
+            table.setdefault(key, {})[row["regime"]] = None
+    found = [
+        dict(zip(GAPS, (workload, case, backend, ", ".join(regimes), status, reason), strict=True))
+        for (workload, case, backend, status, reason), regimes in table.items()
+    ]
+    groups = {(r["workload"], r["group"], r["dtype"]) for r in rows}
+    raced = {(r["workload"], r["case"]) for r in rows}
+    for case in cases:
+        wanted = any((case.workload, g, case.dtype) in groups for g in case.groups)
+        if wanted and (case.workload, case.name) not in raced:
+            values = (case.workload, case.name, "all", "all", "missing", NOT_YET)
+            found.append(dict(zip(GAPS, values, strict=True)))
+    return found
+
+
+def gap_lines(found: Iterable[Row]) -> list[str]:
+    """:func:`gaps` as sentences, the cases that nobody raced together."""
+    lines, waiting = [], dict[str, list[str]]()
+    for gap in found:
+        if gap["reason"] == NOT_YET:
+            waiting.setdefault(gap["workload"], []).append(gap["case"])
+        else:
+            place = f"{gap['workload']} {gap['case']} in {gap['backend']}"
+            lines.append(f"no number: {place} ({gap['regime']}): {gap['status']}: {gap['reason']}")
+    return lines + [f"{NOT_YET}: {workload} {', '.join(names)}" for workload, names in waiting.items()]
 
 
 def flips(rows: Sequence[Row]) -> list[Row]:

@@ -34,11 +34,15 @@ def render(
 
     matplotlib.use("Agg")
     means = [m for m in report.geomeans(rows, cases) if m["regime"] == report.WORSE]
+    gpus = sorted({r["gpu"] for r in rows})
     source = files("dsl_bench").joinpath("templates/report.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(source).render(
-        show=tables.cell,
-        gpus=sorted({r["gpu"] for r in rows}),
+        show=lambda value: tables.cell(value, zeros=True),
+        gpus=gpus,
+        answers=[_answer(gpu, [m for m in means if m["gpu"] == gpu]) for gpu in gpus if means],
+        gaps=insights.gaps(rows, cases),
+        gap_names=insights.GAPS,
         figures=_overview(rows, means),
         means=means,
         mean_names=MEANS,
@@ -82,6 +86,13 @@ def footer(rows: Sequence[Row], found: Iterable[Record]) -> list[str]:
     return lines
 
 
+def _answer(gpu: str, means: Sequence[Row]) -> tuple[str, list[Row], list[str]]:
+    """The headline of one GPU, the answer before the numbers: a narrow screen shows it without scrolling."""
+    table, names = report.headline(means)
+    front = ["workload", "group", "dtype", "fastest"]
+    return gpu, table, [*front, *(n for n in names if n not in front)]
+
+
 def _workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for name in dict.fromkeys(r["workload"] for r in rows):
@@ -89,11 +100,9 @@ def _workloads(rows: Sequence[Row]) -> list[dict[str, Any]]:
         groups = []
         for group, dtype in dict.fromkeys((r["group"], r["dtype"]) for r in mine):
             held = [r for r in mine if (r["group"], r["dtype"]) == (group, dtype)]
-            frame = _frame(held)
-            figures = [
-                _figure(f"{name} {group} {dtype} {regime}", plot.fractions, frame[frame["regime"] == regime])
-                for regime in sorted(frame["regime"].unique())
-            ]
+            title = f"{name} {group} {dtype}"
+            note = f"{title}: fraction of the fastest vendor kernel in each regime, case by case"
+            figures = [_figure(note, plot.both_regimes, _frame(held))]
             groups.append({"name": f"{group} {dtype}", "rows": held, "figures": [f for f in figures if f[1]]})
         found.append({"name": name, "groups": groups})
     return found
@@ -104,9 +113,14 @@ def _overview(rows: Sequence[Row], means: Sequence[Row]) -> list[tuple[str, Any]
 
     frame = _frame(rows)
     drawn = [
-        _figure("geometric means by group", plot.geomeans, pd.DataFrame(means), frame),
-        _figure("cold against sustained", plot.regimes, frame),
-        _figure("roofline", plot.roofline, frame),
+        _figure(
+            "Geometric means by group; a line down to the worst case, hollow where cases are missing",
+            plot.geomeans,
+            pd.DataFrame(means, columns=report.MEAN_FIELDS),
+            frame,
+        ),
+        _figure("What the regime changes, case by case", plot.regimes, frame),
+        _figure("Speed under the chip's fixed rates, case by case", plot.roofline, frame),
     ]
     return [f for f in drawn if f[1]]
 
@@ -120,15 +134,18 @@ def _frame(rows: Sequence[Row]) -> pd.DataFrame:
 def _figure(name: str, draw: Callable[..., Any], *data: Any) -> tuple[str, Any]:
     """A plot as SVG that a page may hold; empty where there is nothing to draw."""
     import markupsafe
+    import matplotlib
     import matplotlib.pyplot as plt
 
-    try:
-        ax = draw(*data)
-    except NothingMatched:
-        return name, ""
     buffer = io.StringIO()
-    ax.figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    plt.close(ax.figure)
+    # text stays text: it can be found, copied and read aloud
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        try:
+            ax = draw(*data)
+        except NothingMatched:
+            return name, ""
+        ax.figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+        plt.close(ax.figure)
     text = buffer.getvalue()
     # ids are unique within a figure only, and would be found in the page's first
     mark = "f" + "".join(c for c in name if c.isalnum())

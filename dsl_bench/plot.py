@@ -6,112 +6,115 @@ fractions are shown, the line at 1.0 is the fastest vendor kernel, named with it
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsl_bench.errors import NothingMatched
+from dsl_bench import plotting as draw
 from dsl_bench.standing import PEAKS
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-COLOURS = {"cuda": "#0072B2", "tilelang": "#D55E00", "triton": "#009E73"}
-MARKERS = {"cuda": "s", "tilelang": "D", "triton": "o"}
-_MORE = (("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
-
-
-def style(name: str, names: Iterable[str]) -> tuple[str, str]:
-    """Colour and marker of a language: fixed for ours, in order of the alphabet for any other."""
-    if name in COLOURS:
-        return COLOURS[name], MARKERS[name]
-    others = sorted(set(names) - set(COLOURS))
-    return _MORE[others.index(name) % len(_MORE)]
-
-
-def _axes(ax: Axes | None, width: float, height: float) -> Axes:
-    if ax is not None:
-        return ax
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=(width, height), layout="constrained")[1]
-
-
-def _need(table: pd.DataFrame, what: str) -> None:
-    if table.empty:
-        raise NothingMatched(f"there is nothing to plot: no {what}")
-
-
-def _legend(ax: Axes, title: str = "") -> None:
-    ax.legend(title=title or None, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-
-
-def _baselines(table: pd.DataFrame) -> str:
-    """Which vendor kernels stand at 1.0, with their versions, most frequent first."""
-    known = table.dropna(subset=["baseline"])
-    names = known["baseline"].value_counts()
-    version = known.drop_duplicates("baseline").set_index("baseline")["baseline_version"]
-    return "; ".join(f"{name} ({_short(version[name])})" for name in names.index)
-
-
-def _short(version: str) -> str:
-    """The parts of a version that name a library, not a switch."""
-    parts = [p for p in str(version).split(", ") if "reduction" not in p]
-    return ", ".join(parts)
-
-
-def _one_line(ax: Axes, table: pd.DataFrame, vertical: bool = True) -> None:
-    """The line at 1.0, and beneath the label of the x axis what it stands for."""
-    (ax.axvline if vertical else ax.axhline)(1.0, color="#444444", linewidth=1.2, zorder=1)
-    lines = textwrap.wrap(f"1.0 = fastest of {_baselines(table)}", 96)
-    ax.set_xlabel("\n".join([ax.get_xlabel(), *lines]), fontsize=8)
-
-
-def _grid(ax: Axes) -> None:
-    ax.grid(axis="x", color="#dddddd", linewidth=0.6)
-    ax.set_axisbelow(True)
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-
 
 def fractions(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Speed as a fraction of the fastest vendor kernel, a line a case, with 95 % intervals.
+    """Speed as a fraction of the fastest vendor kernel, a line a case, with 95 % intervals; where a language
+    has no number, its status stands at the left.
 
     ``table``: rows of ``fraction_of`` of one workload and regime (one or several groups)."""
-    rows = table.dropna(subset=["fraction"]).drop_duplicates(["case", "regime", "backend"])
-    _need(rows, "row with a fraction")
-    cases = list(dict.fromkeys(rows["case"]))
-    names = sorted(rows["backend"].unique())
-    ax = _axes(ax, 8.0, 1.3 + 0.34 * len(cases))
+    drawn = table.drop_duplicates(["case", "regime", "backend"])
+    rows = drawn.dropna(subset=["fraction"])
+    draw.need(rows, "row with a fraction")
+    cases = list(dict.fromkeys(drawn["case"]))
+    names = sorted(drawn["backend"].unique())
+    ax = draw.axes(ax, 8.0, 1.4 + 0.36 * len(cases))
     for number, name in enumerate(names):
-        mine = rows[rows["backend"] == name]
-        colour, marker = style(name, names)
         # a row has one height a language, so that no interval hides another
-        y = np.array([cases.index(c) for c in mine["case"]]) + 0.22 * (number - (len(names) - 1) / 2)
-        error = np.abs(
-            mine[["fraction_lo", "fraction_hi"]].to_numpy(float).T - mine["fraction"].to_numpy(float)
-        )
-        ax.errorbar(
-            mine["fraction"],
-            y,
-            xerr=error,
-            fmt=marker,
-            color=colour,
-            label=name,
-            markersize=5,
-            capsize=2,
-            zorder=3,
-        )
+        _language(ax, rows[rows["backend"] == name], cases, name, names, _lift(number, len(names)))
     ax.set_yticks(range(len(cases)), cases, fontsize=8)
     ax.set_ylim(len(cases) - 0.4, -0.6)
-    ax.set_xlabel(f"fraction of the fastest vendor kernel, {', '.join(sorted(rows['regime'].unique()))}")
-    _grid(ax)
-    _one_line(ax, rows)
-    _legend(ax)
+    ax.set_xlabel("fraction of the fastest vendor kernel, 95 % interval")
+    draw.ratios(ax.xaxis, float(rows["fraction_lo"].min()), float(rows["fraction_hi"].max()))
+    draw.grid(ax)
+    draw.one_line(ax, rows)
+    _absent(ax, drawn[drawn["fraction"].isna()], cases, names)
+    draw.legend(
+        ax, f"{draw.unique(rows['workload'])} {draw.unique(rows['group'])}, {draw.unique(rows['regime'])}"
+    )
     return ax
+
+
+def _lift(number: int, count: int) -> float:
+    """How far from a case's line the language of that number lies."""
+    return 0.66 / max(count, 3) * (number - (count - 1) / 2)
+
+
+def _language(
+    ax: Axes, mine: pd.DataFrame, cases: list[str], name: str, names: list[str], lift: float
+) -> None:
+    colour, marker = draw.style(name, names)
+    value = mine["fraction"].to_numpy(float)
+    error = np.abs(mine[["fraction_lo", "fraction_hi"]].to_numpy(float).T - value)
+    y = np.array([cases.index(c) for c in mine["case"]], float) + lift
+    ax.errorbar(value, y, xerr=error, fmt=marker, color=colour, label=name, markersize=5, capsize=2, zorder=3)
+
+
+def _absent(ax: Axes, rows: pd.DataFrame, cases: list[str], names: list[str]) -> None:
+    """The status of each row without a fraction, in a strip to the left of all points."""
+    if rows.empty:
+        return
+    low, high = ax.get_xlim()
+    room = 0.22
+    if ax.get_xscale() == "log":
+        ax.set_xlim(low * (low / high) ** room, high)
+    else:
+        ax.set_xlim(low - room * (high - low), high)
+    for row in rows.itertuples():
+        y = cases.index(row.case) + _lift(names.index(row.backend), len(names))
+        text = f"{row.backend}: {str(row.status).replace('_', ' ')}"
+        across = ax.get_yaxis_transform()
+        ax.plot(0.012, y, "x", color=draw.style(row.backend, names)[0], markersize=5, transform=across)
+        ax.text(0.026, y, text, color="#222222", va="center", fontsize=7, transform=across)
+
+
+def both_regimes(table: pd.DataFrame) -> Axes:
+    """:func:`fractions` of each regime of ``table``, side by side on one scale. Returns the first Axes."""
+    import matplotlib.pyplot as plt
+
+    rows = table.dropna(subset=["fraction"])
+    draw.need(rows, "row with a fraction")
+    regimes = sorted(rows["regime"].unique())
+    if len(regimes) == 1:
+        return fractions(table[table["regime"] == regimes[0]])
+    cases = table["case"].nunique()
+    size = (11.0, 1.5 + 0.36 * cases)
+    figure, axes = plt.subplots(1, len(regimes), figsize=size, sharex=True, sharey=True, layout="constrained")
+    names = sorted(table["backend"].unique())
+    for ax, regime in zip(axes, regimes, strict=True):
+        fractions(table[table["regime"] == regime], ax)
+        ax.get_legend().remove()
+        ax.set_title(
+            f"{draw.unique(rows['workload'])} {draw.unique(rows['group'])}, {regime}", loc="left", fontsize=9
+        )
+    limits = [ax.get_xlim() for ax in axes]
+    for ax in axes:
+        draw.ratios(ax.xaxis, float(rows["fraction_lo"].min()), float(rows["fraction_hi"].max()))
+        ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    handles = [ax.get_legend_handles_labels() for ax in axes]
+    found = {label: h for hs, labels in handles for h, label in zip(hs, labels, strict=True)}
+    shown = [n for n in names if n in found]
+    figure.legend(
+        [found[n] for n in shown],
+        shown,
+        frameon=False,
+        fontsize=9,
+        ncols=len(shown),
+        loc="outside upper right",
+    )
+    first: Axes = axes[0]
+    return first
 
 
 def geomeans(means: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -120,64 +123,56 @@ def geomeans(means: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = None) -
     ``means``: rows of ``geomean`` of one regime (``worse`` for the lower of the two); ``table``: the rows of
     ``fraction_of`` they come from, which name the baselines."""
     rows = means.dropna(subset=["geomean"])
-    _need(rows, "geometric mean")
+    draw.need(rows, "geometric mean")
     groups = list(dict.fromkeys(zip(rows["workload"], rows["group"], rows["dtype"], strict=True)))
     names = sorted(rows["backend"].unique())
-    ax = _axes(ax, 8.0, 1.3 + 0.4 * len(groups))
+    ax = draw.axes(ax, 8.0, 1.5 + 0.36 * len(groups))
     for number, name in enumerate(names):
-        colour, marker = style(name, names)
+        colour, marker = draw.style(name, names)
         for row in rows[rows["backend"] == name].itertuples():
-            y = groups.index((row.workload, row.group, row.dtype)) + 0.2 * (number - (len(names) - 1) / 2)
+            y = groups.index((row.workload, row.group, row.dtype)) + _lift(number, len(names))
             ax.plot([row.min, row.geomean], [y, y], color=colour, linewidth=1)
-            whole = row.cases == row.total
-            ax.plot(
-                row.geomean, y, marker, color=colour, markerfacecolor=colour if whole else "white", zorder=3
-            )
-        ax.plot([], [], marker, color=colour, label=name)
+            fill = colour if row.cases == row.total else "white"
+            ax.plot(row.geomean, y, marker, color=colour, markerfacecolor=fill, markersize=5, zorder=3)
+        ax.plot([], [], marker, color=colour, label=name, markersize=5)
+    ax.plot([], [], "o", color="#444444", markerfacecolor="white", label="cases missing", markersize=5)
+    for place, (one, other) in enumerate(itertools.pairwise(groups)):
+        if one[0] != other[0]:
+            ax.axhline(place + 0.5, color="#bbbbbb", linewidth=0.8)
     ax.set_yticks(range(len(groups)), [" ".join(g) for g in groups], fontsize=8)
     ax.set_ylim(len(groups) - 0.4, -0.6)
     ax.set_xlabel("fraction of the fastest vendor kernel: geometric mean, line to the worst case")
-    _grid(ax)
-    _one_line(ax, table)
-    _legend(ax)
+    draw.ratios(ax.xaxis, float(rows["min"].min()), float(rows["geomean"].max()))
+    draw.grid(ax)
+    draw.one_line(ax, table)
+    regime = draw.unique(rows["regime"])
+    draw.legend(ax, "each case at its lower regime" if regime == "worse" else regime)
     return ax
 
 
 def regimes(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
-    """Cold against sustained, a point a case and language: off the diagonal, the regime decides."""
+    """How a fraction changes from cold to sustained, a point a case and language: above the line at 1.0 a
+    language stands better under sustained load, below it when cold."""
     rows = table.dropna(subset=["fraction"]).drop_duplicates(["workload", "case", "regime", "backend"])
     wide = rows.pivot_table(
         index=["workload", "case", "backend"], columns="regime", values="fraction"
     ).dropna()
-    _need(wide, "case raced in both regimes")
-    ax = _axes(ax, 6.4, 5.0)
+    draw.need(wide if {"cold", "sustained"} <= set(wide) else wide[:0], "case raced in both regimes")
+    change = wide["sustained"] / wide["cold"]
+    ax = draw.axes(ax, 8.0, 4.6)
     names = sorted(wide.index.get_level_values("backend").unique())
     for name in names:
-        mine = wide.xs(name, level="backend")
-        colour, marker = style(name, names)
-        ax.plot(mine["cold"], mine["sustained"], marker, color=colour, label=name, alpha=0.8)
-    low, high = float(wide.to_numpy().min()), float(wide.to_numpy().max())
-    ax.plot([low, high], [low, high], color="#999999", linewidth=0.8)
+        mine = wide.xs(name, level="backend")["cold"]
+        colour, marker = draw.style(name, names)
+        y = change.xs(name, level="backend")
+        ax.plot(mine, y, marker, color=colour, label=name, alpha=0.75, markersize=5, markeredgewidth=0)
     ax.axhline(1.0, color="#444444", linewidth=1.2, zorder=1)
-    if high / low > 1.6:
-        ax.set_xscale("log")
-        ax.set_yscale("log")
-        _plain_ticks(ax, low, high)
-    ax.set_xlabel("fraction, cold")
-    ax.set_ylabel("fraction, sustained")
-    _one_line(ax, rows)
-    _legend(ax)
+    draw.ratios(ax.xaxis, float(wide["cold"].min()), float(wide["cold"].max()))
+    ax.set_xlabel("fraction of the fastest vendor kernel, cold")
+    ax.set_ylabel("fraction, sustained over cold")
+    draw.one_line(ax, rows)
+    draw.legend(ax, "above 1.0: better under sustained load")
     return ax
-
-
-def _plain_ticks(ax: Axes, low: float, high: float) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
-
-    ticks = [t for t in (0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0) if low * 0.9 <= t <= high * 1.1]
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(FixedLocator(ticks))
-        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axis.set_minor_formatter(NullFormatter())
 
 
 def budget(trials: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -185,10 +180,10 @@ def budget(trials: pd.DataFrame, ax: Axes | None = None) -> Axes:
 
     ``trials``: rows of ``load_trials``. Lines are medians over the cases, bands their middle half."""
     good = trials.copy()
-    _need(good, "trial")
+    draw.need(good, "trial")
     good["time_us"] = good["time_us"].fillna(np.inf)
-    ax = _axes(ax, 7.0, 4.2)
-    names = sorted(n for n in good["backend"].unique() if n != "vendor")
+    ax = draw.axes(ax, 8.0, 4.2)
+    names = draw.languages(good)
     for name in names:
         mine = good[good["backend"] == name].sort_values("order")
         curves = [
@@ -199,14 +194,14 @@ def budget(trials: pd.DataFrame, ax: Axes | None = None) -> Axes:
             continue
         length = int(np.median([c.size for c in curves]))
         grid = np.stack([np.pad(c, (0, max(0, length - c.size)), mode="edge")[:length] for c in curves])
-        colour, marker = style(name, names)
+        colour, marker = draw.style(name, names)
         x = np.arange(1, length + 1)
         ax.plot(x, np.median(grid, axis=0), marker=marker, color=colour, label=name, markersize=4)
         ax.fill_between(x, *np.percentile(grid, [25, 75], axis=0), color=colour, alpha=0.15, linewidth=0)
     ax.axhline(1.0, color="#444444", linewidth=1.2, zorder=1)
     ax.set_xlabel("trials")
-    ax.set_ylabel("speed of the best so far, share of the final best")
-    _legend(ax)
+    ax.set_ylabel("speed of the best so far,\nshare of the final best")
+    draw.legend(ax, "median of the cases, middle half")
     return ax
 
 
@@ -220,22 +215,23 @@ def near_ties(trials: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """How much of what was tried comes close to the best: the share of a case's trials within so many per
     cent of its best, median over the cases."""
     good = trials.dropna(subset=["time_us"])
-    _need(good, "trial that held")
-    ax = _axes(ax, 7.0, 4.2)
-    names = sorted(n for n in good["backend"].unique() if n != "vendor")
+    draw.need(good, "trial that held")
+    ax = draw.axes(ax, 8.0, 4.2)
+    names = draw.languages(good)
     x = np.linspace(0.0, 0.5, 51)
     for name in names:
         shares = []
         for _, part in good[good["backend"] == name].groupby(["run_id", "case"]):
             ratio = part["time_us"].to_numpy(float) / part["time_us"].min() - 1.0
             shares.append((ratio[:, None] <= x).mean(axis=0))
-        colour, marker = style(name, names)
+        colour, marker = draw.style(name, names)
         ax.plot(100 * x, np.median(shares, axis=0), marker=marker, markevery=10, color=colour, label=name)
     ax.axvline(2.0, color="#999999", linewidth=0.8, linestyle="--")
     ax.set_xlabel("slower than the best by at most, %")
     ax.set_ylabel("share of the configs tried")
-    ax.set_ylim(0, 1)
-    _legend(ax)
+    # markers at 1 are whole
+    ax.set_ylim(0, 1.04)
+    draw.legend(ax, "dashed: the noise of a quick trial")
     return ax
 
 
@@ -244,44 +240,51 @@ def compile_seconds(compiled: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rows = compiled[
         (compiled["status"] == "ok") & (compiled["seconds"] > 0) & (compiled["registers"].notna())
     ]
-    _need(rows, "compile")
+    rows = rows[~rows["backend"].isin(list(draw.LIBRARIES))]
+    draw.need(rows, "compile")
     names = sorted(rows["backend"].unique())
-    ax = _axes(ax, 7.0, 1.2 + 0.6 * len(names))
+    ax = draw.axes(ax, 8.0, 1.2 + 0.6 * len(names))
     rng = np.random.default_rng(0)
     for y, name in enumerate(names):
         seconds = rows[rows["backend"] == name]["seconds"].to_numpy(float)
-        colour, marker = style(name, names)
+        colour, marker = draw.style(name, names)
         ax.plot(
             seconds, y + rng.uniform(-0.2, 0.2, seconds.size), marker, color=colour, alpha=0.4, markersize=4
         )
         ax.plot([np.median(seconds)] * 2, [y - 0.35, y + 0.35], color="black", linewidth=2)
-        ax.annotate(f"{np.median(seconds):.1f} s", (np.median(seconds), y - 0.38), ha="center", fontsize=8)
+        ax.annotate(f"{np.median(seconds):.1f} s", (np.median(seconds), y - 0.38), ha="center", fontsize=9)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.7)
     ax.set_xscale("log")
     ax.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     ax.set_xlabel("seconds to compile one specialisation (bar: median)")
-    _grid(ax)
+    draw.grid(ax)
     return ax
+
+
+#: what facts are called on an axis, and what they are divided by
+_FACTS = {"registers": ("registers a thread", 1), "smem": ("shared memory a block, KiB", 1024)}
 
 
 def facts(table: pd.DataFrame, name: str = "registers", ax: Axes | None = None) -> Axes:
     """A codegen fact of each winner (``registers``, ``smem``, ``hgmma``, …) against its fraction;
     a cross marks winners that spill. ``table``: rows of ``frames.with_facts``."""
     rows = table.dropna(subset=["fraction", name]).drop_duplicates(["workload", "case", "regime", "backend"])
-    _need(rows, "winner whose compile was recorded")
-    ax = _axes(ax, 7.0, 4.4)
+    draw.need(rows, "winner whose compile was recorded")
+    ax = draw.axes(ax, 8.0, 4.6)
     names = sorted(rows["backend"].unique())
+    title, unit = _FACTS.get(name, (name.replace("_", " "), 1))
     for backend in names:
         mine = rows[rows["backend"] == backend]
-        colour, marker = style(backend, names)
-        ax.plot(mine[name], mine["fraction"], marker, color=colour, label=backend, alpha=0.6)
+        colour, marker = draw.style(backend, names)
+        ax.plot(mine[name] / unit, mine["fraction"], marker, color=colour, label=backend, alpha=0.6)
     spills = rows[rows["spill_stores"] > 0]
-    ax.plot(spills[name], spills["fraction"], "x", color="black", markersize=9, label="spills")
-    ax.set_xlabel(name.replace("_", " "))
+    ax.plot(spills[name] / unit, spills["fraction"], "x", color="black", markersize=5, label="spills")
+    ax.set_xlabel(title)
     ax.set_ylabel("fraction of the fastest vendor kernel")
-    _one_line(ax, rows, vertical=False)
-    _legend(ax)
+    draw.ratios(ax.yaxis, float(rows["fraction"].min()), float(rows["fraction"].max()))
+    draw.one_line(ax, rows, vertical=False)
+    draw.legend(ax, draw.unique(rows["gpu"]))
     return ax
 
 
@@ -290,9 +293,9 @@ def roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     measured read bandwidth). ``table``: rows of ``fraction_of`` of one GPU."""
     rows = table.dropna(subset=["tflops", "gbps"]).drop_duplicates(["workload", "case", "regime", "backend"])
     rows = rows[rows["gpu"].isin(list(PEAKS))]
-    _need(rows, "row on a GPU whose rates are known")
+    draw.need(rows, "row on a GPU whose rates are known")
     flops, width = PEAKS[str(rows["gpu"].iloc[0])]
-    ax = _axes(ax, 7.4, 4.8)
+    ax = draw.axes(ax, 8.0, 4.8)
     intensity = 1e3 * rows["tflops"].to_numpy(float) / rows["gbps"].to_numpy(float)
     span = np.geomspace(min(intensity.min(), 1.0) * 0.8, intensity.max() * 1.3, 200)
     ax.plot(
@@ -301,20 +304,22 @@ def roofline(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     names = sorted(rows["backend"].unique())
     for number, name in enumerate(names):
         pick = (rows["backend"] == name).to_numpy()
-        colour, marker = style(name, names)
-        # side by side: languages of one case have one intensity
+        colour, marker = draw.style(name, names)
+        # side by side, for languages of one case have one intensity; to the right, which never lifts a point
+        # above the line
         ax.plot(
-            intensity[pick] * 1.07 ** (number - (len(names) - 1) / 2),
+            intensity[pick] * 1.09**number,
             rows["tflops"].to_numpy(float)[pick],
             marker,
             color=colour,
             label=name,
             alpha=0.6,
+            markersize=4,
+            markeredgewidth=0,
         )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlabel("FLOP per byte that must cross device memory")
     ax.set_ylabel("TFLOP/s")
-    ax.set_title(str(rows["gpu"].iloc[0]), fontsize=9)
-    _legend(ax)
+    draw.legend(ax, f"{draw.unique(rows['gpu'])}, {draw.unique(rows['regime'])}")
     return ax

@@ -201,8 +201,57 @@ def _mean(held: Sequence[Row]) -> Row:
 
 
 def short_columns(geomean: bool = False) -> list[str]:
-    """The columns that fit a terminal."""
+    """The columns for human eyes."""
     return [n for n in MEAN_FIELDS if n != "gpu"] if geomean else list(_SHORT)
+
+
+#: columns that a terminal may do without, the least needed first
+SPARE = (
+    ("clock_mhz",),
+    ("sol",),
+    ("tflops",),
+    ("kernel",),
+    ("baseline",),
+    ("time_us",),
+    ("fraction_lo", "fraction_hi"),
+)
+MEAN_SPARE = (("ambiguous",), ("ties",), ("losses",), ("wins",))
+
+
+def headline(means: Sequence[Row], worst: bool = True) -> tuple[list[Row], list[str]]:
+    """A row a group and dtype with a column a language (geometric mean, where ``worst`` with the worst case),
+    and the columns' names. ``fastest`` names the languages within 1 % of the best geometric mean, among those
+    that have the most cases. ``means``: rows of :func:`geomeans` of one regime and GPU."""
+    backends = list(dict.fromkeys(m["backend"] for m in means))
+    workloads = list(dict.fromkeys(m["workload"] for m in means))
+    # the handful of a first run is no benchmark: it must not be the first number that is read
+    means = sorted(means, key=lambda m: (workloads.index(m["workload"]), m["group"] == "quick"))
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for mean in means:
+        lines.setdefault((mean["workload"], mean["group"], mean["dtype"]), []).append(mean)
+    rows = [
+        {"workload": workload, "group": group, "dtype": dtype, "cases": held[0]["total"]}
+        | {m["backend"]: _headline_cell(m, worst) for m in held}
+        | {"fastest": _fastest(held)}
+        for (workload, group, dtype), held in lines.items()
+    ]
+    return rows, ["workload", "group", "dtype", "cases", *backends, "fastest"]
+
+
+def _headline_cell(mean: Row, worst: bool) -> str:
+    if mean["geomean"] is None:
+        return "–"
+    value, of = f"{mean['geomean']:.3f}", "/"
+    if worst:
+        value, of = f"{value} / {mean['min']:.3f}", " of "
+    return value + (f" ({mean['cases']}{of}{mean['total']})" if mean["cases"] < mean["total"] else "")
+
+
+def _fastest(held: Sequence[Row]) -> str:
+    most = max(m["cases"] for m in held)
+    able = {m["backend"]: m["geomean"] for m in held if m["cases"] == most and m["geomean"] is not None}
+    names = [name for name, value in able.items() if value >= 0.99 * max(able.values())]
+    return "all" if len(names) == len(held) > 1 else ", ".join(names)
 
 
 # -- the README -------------------------------------------------------------------------------------------
@@ -227,24 +276,8 @@ def summary(table: Sequence[Row], records: Iterable[Record], cases: Sequence[Cas
     for gpu in dict.fromkeys(row["gpu"] for row in table):
         mine = [row for row in table if row["gpu"] == gpu]
         means = [m for m in geomeans(mine, cases) if m["regime"] == WORSE]
-        blocks.append(f"{_caption(gpu, mine, found)}\n\n{_headline(means)}")
+        blocks.append(f"{_caption(gpu, mine, found)}\n\n{tables.markdown(*headline(means))}")
     return "\n\n".join(blocks)
-
-
-def _headline(means: Sequence[Row]) -> str:
-    backends = list(dict.fromkeys(m["backend"] for m in means))
-    workloads = list(dict.fromkeys(m["workload"] for m in means))
-    # the handful of a first run is no benchmark: it must not be the first number that is read
-    means = sorted(means, key=lambda m: (workloads.index(m["workload"]), m["group"] == "quick"))
-    lines: dict[tuple[str, ...], Row] = {}
-    for mean in means:
-        line = lines.setdefault((mean["workload"], mean["group"], mean["dtype"]), {})
-        line |= {"workload": mean["workload"], "group": mean["group"], "dtype": mean["dtype"]}
-        value = "–" if mean["geomean"] is None else f"{mean['geomean']:.3f} / {mean['min']:.3f}"
-        lacking = mean["total"] - mean["cases"]
-        line[mean["backend"]] = value + (f" ({mean['cases']} of {mean['total']})" if lacking else "")
-        line["cases"] = mean["total"]
-    return tables.markdown(list(lines.values()), ["workload", "group", "dtype", "cases", *backends])
 
 
 def _caption(gpu: str, mine: Sequence[Row], found: Sequence[Record]) -> str:
@@ -263,15 +296,17 @@ def _caption(gpu: str, mine: Sequence[Row], found: Sequence[Record]) -> str:
     ]
     note = "; some kernels have changed since" if any(row["stale"] for row in mine) else ""
     lone = _from_one_process(mine, [r for r in found if isinstance(r, Race)])
-    note += f"; from one process only: {', '.join(lone)}" if lone else ""
+    note += f"; from one process only: {'; '.join(lone)}" if lone else ""
     return (
         "Speed as a fraction of the fastest vendor kernel, geometric mean / worst case, the lower of the "
-        f"cold and the sustained regime case by case. {'; '.join(parts)}{note}."
+        "cold and the sustained regime case by case; fastest: within 1 % of the best mean, of the languages "
+        f"with the most cases.\n\n{'; '.join(parts)}{note}."
     )
 
 
 def _from_one_process(mine: Sequence[Row], races: Sequence[Race]) -> list[str]:
-    """Groups and languages with a row that only one process raced: a claim that waits for its second."""
+    """Groups and languages with a row that only one process raced, a text a workload: claims that wait for
+    their second."""
     seen: dict[tuple[str, str, str], set[tuple[str, str]]] = {}
     for race in races:
         for index in race.racers:
@@ -280,12 +315,19 @@ def _from_one_process(mine: Sequence[Row], races: Sequence[Race]) -> list[str]:
     held = {
         (r.case.name, str(r.regime), p.kernel, str(p.config)): p.key for r in races for p in r.participants
     }
-    found: dict[str, None] = {}
+    found: dict[str, dict[str, dict[str, None]]] = {}
     for row in mine:
         key = held.get((row["case"], row["regime"], row["kernel"], str(row["config"])))
         if key is not None and len(seen.get((row["case"], row["regime"], key), ())) == 1:
-            found[f"{row['group']} in {row['backend']}"] = None
-    return list(found)
+            groups = found.setdefault(row["workload"], {})
+            groups.setdefault(row["group"], {})[row["backend"]] = None
+    return [f"{workload} {_places(groups, mine, workload)}" for workload, groups in found.items()]
+
+
+def _places(groups: Mapping[str, Iterable[str]], mine: Sequence[Row], workload: str) -> str:
+    """Groups, with the languages where these are not all."""
+    every = {r["backend"] for r in mine if r["workload"] == workload and r["fraction"] is not None}
+    return ", ".join(g if set(b) >= every else f"{g} ({', '.join(b)})" for g, b in groups.items())
 
 
 # -- for notebooks ----------------------------------------------------------------------------------------

@@ -39,14 +39,17 @@ def render(rows: Sequence[Row], fmt: str, columns: Sequence[str] | None = None) 
     return _table(rows, names)
 
 
-def cell(value: Any) -> str:
-    """A value for human eyes: four significant digits, nothing for None and NaN."""
+def cell(value: Any, zeros: bool = False) -> str:
+    """A value for human eyes: four significant digits, where ``zeros`` to the last; nothing for None and
+    NaN."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        if abs(value) >= 1000 or not math.isfinite(value):
+            return f"{value:.0f}"
+        return f"{value:#.4g}".removesuffix(".") if zeros else f"{value:.4g}"
     if isinstance(value, Mapping):
         return " ".join(f"{k}={v}" for k, v in value.items())
     if isinstance(value, list | tuple):
@@ -105,16 +108,48 @@ def _unicode() -> bool:
     return (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
+def sections(
+    rows: Sequence[Row], by: Sequence[str], names: Sequence[str], spare: Sequence[Sequence[str]] = ()
+) -> tuple[str, list[str]]:
+    """A table for every value of the columns ``by``, which head it, and the columns left out of all of them:
+    of ``spare``, set by set, as many as the terminal is too narrow for. Columns without a value go too."""
+    kept = [n for n in names if n not in by and any(cell(row.get(n)) for row in rows)]
+    gone: list[str] = []
+    for those in spare:
+        if not _too_narrow(_cells(rows, kept), kept, _width() or _terminal(), _WIDE):
+            break
+        gone += [n for n in kept if n in those]
+        kept = [n for n in kept if n not in those]
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        parts.setdefault(" ".join(cell(row.get(n)) for n in by), []).append(row)
+    texts = ("\n".join([title, _table(held, kept).strip("\n")]) for title, held in parts.items())
+    return "\n\n".join(texts), gone
+
+
+def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
+    return [[cell(row.get(n), zeros=True) for n in names] for row in rows]
+
+
+def _width() -> int | None:
+    """The width of what nobody's terminal limits; None where one does."""
+    return None if sys.stdout.isatty() else _WIDE
+
+
+def _terminal() -> int:
+    from rich.console import Console
+
+    return Console().width
+
+
 def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    cells = [[cell(row.get(n)) for n in names] for row in rows]
+    cells = _cells(rows, names)
     out = io.StringIO()
-    console = Console(
-        file=out, width=None if sys.stdout.isatty() else _WIDE, markup=False, highlight=False, emoji=False
-    )
+    console = Console(file=out, width=_width(), markup=False, highlight=False, emoji=False)
     if _too_narrow(cells, names, console.width):
         return _blocks(cells, names)
     plain_box = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
@@ -128,11 +163,14 @@ def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
 
 
-def _too_narrow(cells: Sequence[Sequence[str]], names: Sequence[str], width: int) -> bool:
-    """Whether the columns would be folded to unreadable ones: each can give way to :data:`_LEAST` only."""
+def _too_narrow(
+    cells: Sequence[Sequence[str]], names: Sequence[str], width: int, least: int = _LEAST
+) -> bool:
+    """Whether the columns would be folded to unreadable ones: each can give way to ``least`` only."""
     columns = range(len(names))
     longest = [max([len(names[i]), *(len(line[i]) for line in cells)]) for i in columns]
-    return sum(min(n, _LEAST) for n in longest) + 2 * len(names) > width
+    # three blanks lie between columns and one at either end
+    return sum(min(n, least) for n in longest) + 3 * len(names) - 1 > width
 
 
 def _blocks(cells: Sequence[Sequence[str]], names: Sequence[str]) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 
-from dsl_bench import frames, insights, page, plot, report, store
+from dsl_bench import frames, insights, page, plot, plotting, report, store
 from dsl_bench.errors import NothingMatched
 from dsl_bench.records import Tuned
 
@@ -76,6 +82,63 @@ def test_the_page_holds_every_group_and_says_what_it_was_measured_on(
         assert word in text
 
 
+def test_the_answer_comes_first_and_the_gaps_have_reasons(text: str, rows: list[report.Row]) -> None:
+    table = text[: text.index("<svg")]
+    assert "<th>fastest</th>" in table and 'class="fastest"' in table
+    missing = [r for r in rows if r["fraction"] is None]
+    gaps = text[text.index('id="gaps"') : text.index('id="baselines"')]
+    assert all(r["case"] in gaps for r in missing)
+
+
+def test_the_page_follows_the_reader_s_light_and_size(text: str) -> None:
+    assert "prefers-color-scheme: dark" in text and "max-width: 40rem" in text and "@media print" in text
+    assert "<text" in text, "a figure's text is no text"
+
+
+def test_a_figure_shows_what_has_no_number(rows: list[report.Row]) -> None:
+    mine = [r for r in rows if (r["workload"], r["group"], r["regime"]) == ("gemm", "square", "cold")]
+    mine = [r for r in mine if r["dtype"] == "bf16"]
+    gone = dict.fromkeys(("fraction", "fraction_lo", "fraction_hi")) | {"status": "launch_error"}
+    table = pd.DataFrame([mine[0] | gone, *mine[1:]])
+    ax = plot.fractions(table)
+    assert [t.get_text() for t in ax.texts] == [f"{mine[0]['backend']}: launch error"]
+    assert len(ax.get_yticks()) == len({r["case"] for r in mine})
+    low = ax.get_xlim()[0]
+    room = table["fraction_lo"].min() - low
+    assert room > 0.15 * (ax.get_xlim()[1] - low), "the status would lie on a point"
+    assert "1.0 = fastest of" in ax.get_xlabel() and "cublas 1" in ax.get_xlabel()
+    plt.close(ax.figure)
+
+
+def test_both_regimes_share_one_scale(rows: list[report.Row]) -> None:
+    mine = [r for r in rows if (r["workload"], r["group"]) == ("gemm", "square")]
+    figure = plot.both_regimes(pd.DataFrame(mine)).figure
+    one, other = figure.axes
+    assert one.get_xlim() == other.get_xlim() and one.get_ylim() == other.get_ylim()
+    assert one.get_title("left").endswith("cold") and other.get_title("left").endswith("sustained")
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["cuda", "tilelang", "triton"]
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("count", [3, 7])
+def test_no_text_of_a_figure_lies_on_another(rows: list[report.Row], count: int) -> None:
+    mine = [r for r in rows if (r["workload"], r["group"], r["regime"]) == ("gemm", "llm", "cold")]
+    more = [r | {"backend": f"language{n}"} for n in range(count - 3) for r in mine if r["backend"] == "cuda"]
+    ax = plot.fractions(pd.DataFrame([*mine, *more]))
+    ax.figure.draw_without_rendering()
+    legend = ax.get_legend().get_window_extent()
+    title = next(t for t in (ax._left_title,) if t.get_text()).get_window_extent()
+    assert not legend.overlaps(title)
+    boxes = [t.get_window_extent() for t in ax.get_yticklabels()]
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+    plt.close(ax.figure)
+
+
+def test_trials_of_libraries_are_not_drawn_as_languages() -> None:
+    trials = pd.DataFrame({"backend": ["cuda", "cudnn", "vendor", "mine"]})
+    assert plotting.languages(trials) == ["cuda", "mine"]
+
+
 def test_what_a_kernel_says_is_escaped(rows: list[report.Row]) -> None:
     evil = [
         r | {"status": "launch_error", "reason": "<script>x</script>", "fraction": None} for r in rows[:1]
@@ -126,7 +189,7 @@ def test_an_empty_frame_is_named_not_drawn() -> None:
         plot.budget(trials[:0])
 
 
-@pytest.mark.parametrize("shown", ["flips", "baselines", "cost"])
+@pytest.mark.parametrize("shown", ["flips", "baselines", "cost", "gaps"])
 def test_the_command_shows_them(shown: str) -> None:
     command = [sys.executable, "-m", "dsl_bench", "report", "-r", str(RESULTS), "--show", shown, "-f", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dsl_bench import report, store, tables
+from dsl_bench import insights, report, store, tables
 from dsl_bench.errors import UsageError
 from dsl_bench.records import Accuracy, CaseRef, Failure, Participant, Race, Record, Regime, RunHeader, Skip
 
@@ -369,7 +369,47 @@ def test_an_unknown_format_names_the_closest() -> None:
 def test_rows_from_one_process_are_named_in_the_readme() -> None:
     first = [header("r1"), race(EVEN), race(EVEN, regime="sustained")]
     alone = report.summary(report.rows(first, HASHES), first)
-    assert "from one process only: quick in cuda" in alone
+    assert "from one process only: gemm quick, square." in alone or "only: gemm square, quick." in alone
     second = [race(EVEN, process="1", seed=1), race(EVEN, regime="sustained", process="1", seed=1)]
     both = [*first, *second]
     assert "from one process only" not in report.summary(report.rows(both, HASHES), both)
+
+
+def test_the_headline_names_the_fastest_of_those_with_the_most_cases() -> None:
+    def mean(backend: str, geomean: float | None, cases: int, group: str = "square") -> report.Row:
+        made: report.Row = dict.fromkeys(report.MEAN_FIELDS)
+        made |= {"workload": "gemm", "group": group, "dtype": "bf16", "backend": backend, "total": 5}
+        return made | {"geomean": geomean, "min": geomean, "cases": cases}
+
+    held = [mean("cuda", 1.2, 3), mean("tilelang", 1.0, 5), mean("triton", 0.995, 5), mean("odd", None, 0)]
+    (row,), names = report.headline(held)
+    assert row["fastest"] == "tilelang, triton"
+    assert row["cuda"] == "1.200 / 1.200 (3 of 5)" and row["odd"] == "–"
+    assert names == ["workload", "group", "dtype", "cases", "cuda", "tilelang", "triton", "odd", "fastest"]
+    (row,), _ = report.headline(held[1:3], worst=False)
+    assert (row["fastest"], row["tilelang"]) == ("all", "1.000")
+
+
+def test_gaps_say_what_has_no_number_and_why() -> None:
+    rows = report.rows([header("r1"), race(EVEN)], HASHES, [BIG, SMALL])
+    assert insights.gaps(rows) == []
+    bad = [r | {"fraction": None, "status": "incorrect", "reason": "far off"} for r in rows[:1]]
+    found = insights.gaps([*bad, *rows[1:]], [BIG, SMALL])
+    assert [(g["status"], g["reason"]) for g in found] == [
+        ("incorrect", "far off"),
+        ("missing", "not raced yet"),
+    ]
+    lines = insights.gap_lines(found)
+    assert lines[0].endswith("incorrect: far off") and lines[1] == f"not raced yet: gemm {SMALL.name}"
+
+
+def test_sections_leave_out_what_a_terminal_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"w": w, "name": "n" * 30, "x": 1.5, "y": 2.0, "none": None} for w in ("one", "one", "two")]
+    text, gone = tables.sections(rows, ["w"], ["w", "name", "x", "y", "none"], [("x",), ("y",)])
+    assert gone == [] and text.count("1.500") == 3 and "none" not in text
+    assert [line for line in text.splitlines() if line in ("one", "two")] == ["one", "two"]
+    monkeypatch.setenv("COLUMNS", "43")
+    monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: True, raising=False)
+    text, gone = tables.sections(rows, ["w"], ["w", "name", "x", "y"], [("x",), ("y",)])
+    assert gone == ["x"] and "n" * 30 in text and "2.000" in text
+    assert max(map(len, text.splitlines())) <= 43
