@@ -7,6 +7,7 @@ fractions are shown, the line at 1.0 is the fastest vendor kernel, named with it
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +37,10 @@ def fractions(table: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(cases)), cases, fontsize=8)
     ax.set_ylim(len(cases) - 0.4, -0.6)
     ax.set_xlabel("fraction of the fastest vendor kernel, 95 % interval")
-    draw.ratios(ax.xaxis, float(rows["fraction_lo"].min()), float(rows["fraction_hi"].max()))
     draw.grid(ax)
     draw.one_line(ax, rows)
     _absent(ax, drawn[drawn["fraction"].isna()], cases, names)
+    _same_scale([ax], rows)
     draw.legend(
         ax, f"{draw.unique(rows['workload'])} {draw.unique(rows['group'])}, {draw.unique(rows['regime'])}"
     )
@@ -62,21 +63,21 @@ def _language(
 
 
 def _absent(ax: Axes, rows: pd.DataFrame, cases: list[str], names: list[str]) -> None:
-    """The status of each row without a fraction, in a strip to the left of all points."""
-    if rows.empty:
-        return
-    low, high = ax.get_xlim()
-    room = 0.22
-    if ax.get_xscale() == "log":
-        ax.set_xlim(low * (low / high) ** room, high)
-    else:
-        ax.set_xlim(low - room * (high - low), high)
-    for row in rows.itertuples():
-        y = cases.index(row.case) + _lift(names.index(row.backend), len(names))
-        text = f"{row.backend}: {str(row.status).replace('_', ' ')}"
-        across = ax.get_yaxis_transform()
-        ax.plot(0.012, y, "x", color=draw.style(row.backend, names)[0], markersize=5, transform=across)
-        ax.text(0.026, y, text, color="#222222", va="center", fontsize=7, transform=across)
+    """The status of each row without a fraction, a line a case at the left."""
+    across = ax.get_yaxis_transform()
+    for case, mine in rows.groupby("case"):
+        y = cases.index(str(case))
+        for name in mine["backend"]:
+            mark: dict[str, Any] = {"color": draw.style(name, names)[0], "markersize": 5, "transform": across}
+            ax.plot(0.012, y + _lift(names.index(name), len(names)), "x", **mark)
+        ax.text(0.03, y, _statuses(mine), color="#222222", va="center", fontsize=7, transform=across)
+
+
+def _statuses(rows: pd.DataFrame) -> str:
+    """``cuda: incorrect; triton: hang``; where that is long, only how many of each."""
+    parts = {str(s).replace("_", " "): list(names) for s, names in rows.groupby("status")["backend"]}
+    text = "; ".join(f"{', '.join(names)}: {status}" for status, names in parts.items())
+    return text if len(text) <= 32 else "; ".join(f"{len(n)} {status}" for status, n in parts.items())
 
 
 def both_regimes(table: pd.DataFrame) -> Axes:
@@ -98,10 +99,7 @@ def both_regimes(table: pd.DataFrame) -> Axes:
         ax.set_title(
             f"{draw.unique(rows['workload'])} {draw.unique(rows['group'])}, {regime}", loc="left", fontsize=9
         )
-    limits = [ax.get_xlim() for ax in axes]
-    for ax in axes:
-        draw.ratios(ax.xaxis, float(rows["fraction_lo"].min()), float(rows["fraction_hi"].max()))
-        ax.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    _same_scale(axes, rows)
     handles = [ax.get_legend_handles_labels() for ax in axes]
     found = {label: h for hs, labels in handles for h, label in zip(hs, labels, strict=True)}
     shown = [n for n in names if n in found]
@@ -115,6 +113,15 @@ def both_regimes(table: pd.DataFrame) -> Axes:
     )
     first: Axes = axes[0]
     return first
+
+
+def _same_scale(axes: Sequence[Axes], table: pd.DataFrame) -> None:
+    """One x axis for all, which holds the widest strip of statuses."""
+    texts = [len(t.get_text()) for ax in axes for t in ax.texts]
+    # a character of this size is some twentieth of an inch wide
+    share = min(0.5, 0.06 + max(texts) / 20 / draw.inches(axes[0])) if texts else 0.0
+    for ax in axes:
+        draw.span(ax, float(table["fraction_lo"].min()), float(table["fraction_hi"].max()), share)
 
 
 def geomeans(means: pd.DataFrame, table: pd.DataFrame, ax: Axes | None = None) -> Axes:

@@ -81,15 +81,31 @@ def _short(version: str) -> str:
     return ", ".join(parts)
 
 
+def inches(ax: Axes) -> float:
+    """About how wide axes are once labels have taken their room."""
+    place = ax.get_subplotspec()
+    columns = place.get_gridspec().ncols if place is not None else 1
+    return float(ax.figure.bbox.width / ax.figure.dpi / columns - 1.9)
+
+
 def one_line(ax: Axes, table: pd.DataFrame, vertical: bool = True) -> None:
     """The line at 1.0, and beneath the label of the x axis what it stands for."""
     (ax.axvline if vertical else ax.axhline)(1.0, color="#444444", linewidth=1.2, zorder=1)
-    place = ax.get_subplotspec()
-    columns = place.get_gridspec().ncols if place is not None else 1
-    # a character of this size is a sixteenth of an inch wide, and the axes leave room for labels
-    width = max(40, int(14 * (ax.figure.bbox.width / ax.figure.dpi - 1.5) / columns))
+    # a character of this size is an eighteenth of an inch wide, and the label may be wider than the axes
+    width = max(40, int(18 * inches(ax)))
     lines = textwrap.wrap(f"1.0 = fastest of {_baselines(table)}", width)
     ax.set_xlabel("\n".join([ax.get_xlabel(), *lines]), fontsize=8)
+
+
+def span(ax: Axes, low: float, high: float, share: float) -> None:
+    """An x axis from ``low`` to ``high`` and the line at 1.0, of which a share at the left stays empty."""
+    low, high = min(low, 1.0), max(high, 1.0)
+    ratios(ax.xaxis, low, high)
+    more = 0.04 + share / (1.0 - share)
+    if ax.get_xscale() == "log":
+        ax.set_xlim(low * (low / high) ** more, high * (high / low) ** 0.04)
+    else:
+        ax.set_xlim(low - more * (high - low), high + 0.04 * (high - low))
 
 
 def grid(ax: Axes) -> None:
