@@ -1,4 +1,4 @@
-"""CUDA attention of prompts without a GPU: what nvcc makes of it, tiles, masks, layouts, softmax."""
+"""CUDA attention of prompts without a GPU: what nvcc makes of it, tiles, masks, layouts."""
 
 import random
 import struct
@@ -70,9 +70,8 @@ def test_the_softmax_runs_beneath_the_second_product(build):
         artifact, _ = build(case, {**KERNEL.default(case), "overlap": overlap})
         before = exponentials_before_the_wait(sass(artifact.folder / artifact.cubin, artifact.entry))
         assert len(before) == 1
-        assert (
-            before[0] == 66 if overlap else before[0] < 66
-        )  # 64 scores, and the two factors of earlier sums
+        # 64 scores, two to judge the maxima by, and two factors of earlier sums where these move
+        assert before[0] == 68 if overlap else before[0] < 68
 
 
 def test_guesses_are_valid_and_every_case_has_one():
@@ -92,7 +91,7 @@ def test_refusals_give_a_reason():
     assert all(KERNEL.valid(case, {**first, **change}) for change in wrong)
     assert "section" in KERNEL.valid(case_of((64,)), {**first, "order": "sections"})
     wide = case_of((64,), 256)
-    assert "place of Q" in KERNEL.valid(wide, {**KERNEL.default(wide), "chain": 1})
+    assert "place of Q" in KERNEL.valid(wide, {**KERNEL.default(wide), "tile": "128x80", "chain": 1})
 
 
 def test_every_tile_fits_in_shared_memory():
@@ -199,36 +198,6 @@ def test_masks_leave_what_each_row_sees(bm, bn):
                 at = row + 64 * owner + r
                 if at < length:  # other rows are not stored
                     assert (seen[r] == (keys < (at + 1 if causal else length))).all(), (length, row, at)
-
-
-def lazy_softmax(scores, values, bn):
-    """The kernel's softmax in float32: tiles of ``bn`` keys from the last on, a maximum that follows only
-    where it grows by more than 8, in units of log2."""
-    rows = scores.shape[0]
-    top, total = np.full((rows, 1), -1e30, np.float32), np.zeros((rows, 1), np.float32)
-    out = np.zeros((rows, values.shape[1]), np.float32)
-    for start in range((scores.shape[1] - 1) // bn * bn, -1, -bn):
-        tile = scores[:, start : start + bn]
-        best = tile.max(axis=1, keepdims=True)
-        new = np.where(best > top + 8, best, top)
-        alpha = np.exp2(top - new)
-        p = np.exp2(tile - new)
-        assert p.max() <= 256
-        total, top = total * alpha + p.sum(axis=1, keepdims=True), new
-        out = out * alpha + p @ values[start : start + bn]
-    return out / total
-
-
-def test_a_late_maximum_and_rows_that_see_nothing_yet():
-    rng = np.random.default_rng(5)
-    scores = (rng.standard_normal((64, 400)) * 30).astype(np.float32)
-    hidden = np.arange(400)[None, :] > np.arange(64)[:, None] + 3
-    scores[hidden] = -np.inf
-    scores[:, 0] += 100  # grows in the last tile of the walk
-    values = rng.standard_normal((400, 16)).astype(np.float32)
-    p = np.exp2(scores.astype(np.float64) - scores.max(axis=1, keepdims=True))
-    expected = p @ values / p.sum(axis=1, keepdims=True)
-    assert np.abs(lazy_softmax(scores, values, 64) - expected).max() < 1e-5
 
 
 # ---- layouts -------------------------------------------------------------------------------------

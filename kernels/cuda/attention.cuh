@@ -1,5 +1,5 @@
-// What the attention kernels need beyond ptx.cuh: wgmma with A in registers and B stored row by row (V), its
-// descriptor, one-sided named barriers, exp2, and an online softmax on wgmma's fragments.
+// What attention_prefill.cu needs beyond ptx.cuh: wgmma with A in registers and B stored row by row (V), its
+// descriptor, one-sided named barriers, exp2 and the reciprocal.
 #pragma once
 
 #include "ptx.cuh"
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_shared4(u32 address, int4 x) {
                  : "memory");
 }
 
-// ---- online softmax ------------------------------------------------------------------------------------
+// ---- numbers ------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -95,99 +95,4 @@ __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-// Over the four lanes that share a row.
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// The state of a thread's two rows, l/4 and the one 8 below. `top` is in units of log2 and need not be the
-// largest score: it follows only where that has grown by more than 8, so that most tiles need no rescaling. What
-// is then up to 256 instead of 1 keeps its relative precision in bf16, fp16 and fp32. `sum` covers this thread's
-// columns; `alpha` is what earlier sums are to be scaled by.
-struct Softmax {
-    static constexpr float SLACK = 8.0f;
-    float top[2] = {-1e30f, -1e30f};  // finite, so that a row without a visible key makes no NaN
-    float sum[2] = {0.0f, 0.0f};
-    float alpha[2] = {1.0f, 1.0f};
-
-    // s = exp2(s · scale - top); alpha and sum follow. s[4n], s[4n+1] belong to the first row, the other two
-    // to the second.
-    template <int N>
-    __device__ __forceinline__ void update(float (&s)[N], float scale) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float even = s[2 * r], odd = s[2 * r + 1];
-#pragma unroll
-            for (int i = 4; i < N; i += 4) {
-                even = fmaxf(even, s[i + 2 * r]);
-                odd = fmaxf(odd, s[i + 2 * r + 1]);
-            }
-            const float best = quad_max(fmaxf(even, odd)) * scale;
-            const float before = top[r];
-            top[r] = best > before + SLACK ? best : before;
-            alpha[r] = exp2_fast(before - top[r]);
-            sum[r] *= alpha[r];
-        }
-        float even[2] = {sum[0], sum[1]}, odd[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < N; i += 4)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                float& x = s[i + 2 * r];
-                float& y = s[i + 2 * r + 1];
-                x = exp2_fast(fmaf(x, scale, -top[r]));
-                y = exp2_fast(fmaf(y, scale, -top[r]));
-                even[r] += x;
-                odd[r] += y;
-            }
-        sum[0] = even[0] + odd[0];
-        sum[1] = even[1] + odd[1];
-    }
-
-    // Ends a basic block on what all of update's exponentials went into. The assembler moves a wait for wgmma up
-    // past arithmetic, but not past a branch; this one is never taken.
-    __device__ __forceinline__ void settle() const {
-        if (sum[0] + sum[1] < 0.0f) __trap();
-    }
-
-    // o *= alpha, where any row of this warp needs it.
-    template <int N>
-    __device__ __forceinline__ void rescale(float (&o)[N]) const {
-        if (!__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) return;
-#pragma unroll
-        for (int i = 0; i < N; ++i) o[i] *= alpha[i / 2 % 2];
-    }
-};
-
-// o /= the whole rows' sums, of which each thread of a quad holds a part.
-template <int N>
-__device__ __forceinline__ void divide(float (&o)[N], const float (&sums)[2]) {
-    const float inverse[2] = {reciprocal(quad_sum(sums[0])), reciprocal(quad_sum(sums[1]))};
-#pragma unroll
-    for (int i = 0; i < N; ++i) o[i] *= inverse[i / 2 % 2];
-}
-
-// Probabilities as the A fragments of the second product, rounded once: p[4k … 4k+3] is k-step k.
-template <int N>
-__device__ __forceinline__ void to_fragments(const float (&s)[N], u32 (&p)[N / 2]) {
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) p[i] = pack(s[2 * i], s[2 * i + 1]);
-}
-
-// Hides the columns from `end[r]` on in this thread's two rows; `end` counts from the thread's first column.
-template <int N>
-__device__ __forceinline__ void hide(float (&s)[N], int first_end, int second_end) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const int column = i / 4 * 8 + i % 2;
-        if (column >= (i / 2 % 2 ? second_end : first_end)) s[i] = -INFINITY;
-    }
 }
