@@ -61,7 +61,7 @@ class Backend:
 
     def probe(self, target: Target) -> Availability:
         """Whether ``target`` works on this machine. Cheap; never raises."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define probe()")
 
     def kernels(self) -> Iterator[Kernel]:
         """The kernels of this backend: by default, of every module in ``kernel_package``.
@@ -94,11 +94,11 @@ class Backend:
         """Compile ``source`` (from ``Kernel.source``) for ``arch`` (``sm_90a``) into ``folder``.
 
         Raises any exception on failure; the text is kept as the reason."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define compile()")
 
     def load(self, artifact: Artifact) -> Any:
         """The module that ``Kernel.bind`` receives, loaded on the current device."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define load()")
 
     def interpret(self, source: Any) -> Any:
         """The module for the language's CPU interpreter (target ``interpret``)."""

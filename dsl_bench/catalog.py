@@ -192,7 +192,7 @@ def _without_twins(described: Iterable[Described]) -> list[Described]:
             kind, twins = clashing[id(row)]
             who = " and ".join(f"{r.origin.dist} ({r.origin.value})" for r in twins)
             row = msgspec.structs.replace(
-                row, state="duplicate", reason=f"two owners of one {kind} name: {who}"
+                row, state="duplicate", reason=f"two owners of one {kind} name: {who}; use one of them"
             )
         result.append(row)
     return result

@@ -56,6 +56,7 @@ def check_files(
             _usable(described)
             checked.rows += _workload_rows(described) + _backend_rows(described)
     checked.failed = sum(row["status"] == "failed" for row in checked.rows)
+    _known_names(catalog, places)
     mine = [k.id for k in catalog.kernels().values() if k.origin.value in places]
     request.kernels = request.kernels or mine
     if request.kernels:
@@ -88,6 +89,17 @@ def _usable(described: Described) -> None:
             f"{described.origin.value}: {described.reason} "
             f"(dsl-bench list --verbose --plugin {described.origin.value} shows where)"
         )
+
+
+def _known_names(catalog: Catalog, places: set[str]) -> None:
+    """UsageError for a kernel of these files whose language or workload nobody has."""
+    for kernel in catalog.kernels().values():
+        if kernel.origin.value in places:
+            try:
+                catalog.backend(kernel.id.partition("/")[0])
+                catalog.workload(kernel.workload)
+            except UsageError as fault:
+                raise UsageError(f"kernel {kernel.id} of {kernel.origin.value}: {fault}") from fault
 
 
 def _row(what: str, case: str, kernel: str, status: str, text: str) -> Row:

@@ -216,6 +216,9 @@ def _put_deterministic(value: tuple[bool, bool]) -> None:
 def assert_fills(role: str, calls: Iterable[Call]) -> None:
     """KernelFault ``launch_error`` for a language's kernel that returns outputs of its own: a graph's proof
     does not reach them. Only vendor libraries may."""
+    for call in calls:
+        if not isinstance(call, Call):
+            raise TypeError(f"bind() returned a {type(call).__name__}, not a Call")
     if role != "vendor" and any(call.allocates for call in calls):
         _refuse("allocates", "a kernel of a language has to fill the outputs that it is given")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from dsl_bench import costmodel, jobs, pruning, registry
 from dsl_bench.artifacts import from_ref
-from dsl_bench.kernel import Kernel
+from dsl_bench.kernel import Config, Kernel
 from dsl_bench.records import CaseRef
 from dsl_bench.workload import Case, Workload
 
@@ -111,10 +111,18 @@ def _guesser(
     return lambda config, static: costmodel.estimate(work, {**static, **config})
 
 
+def _of_space(kernel: Kernel, source: str, config: Config) -> dict[str, Any]:
+    """``config`` as a dict; ValueError where it does not give what the space names."""
+    if set(config) != set(kernel.space):
+        given, wanted = (" ".join(sorted(names)) or "nothing" for names in (config, kernel.space))
+        raise ValueError(f"{source}(case) gives {given}; the space has {wanted}")
+    return dict(config)
+
+
 def _ranked(kernel: Kernel, case: Case, job: jobs.PlanJob) -> Iterator[tuple[int, dict[str, Any]]]:
-    yield 0, dict(kernel.default(case))
+    yield 0, _of_space(kernel, "default", kernel.default(case))
     for config in kernel.seeds(case):
-        yield 1, dict(config)
+        yield 1, _of_space(kernel, "seeds", config)
     for wanted in job.include:
         if (wanted.kernel, wanted.case) == (kernel.id, case.name):
             yield 1, dict(wanted.config)

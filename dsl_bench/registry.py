@@ -15,7 +15,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,8 @@ class Shelf:
     def _refusal(self, table: dict[str, Kernel], backend: str, kernel: Any) -> str:
         if not isinstance(kernel, Kernel):
             return f"a {type(kernel).__name__} among the kernels is left out: not a Kernel"
+        if wrong := _misshapen(kernel):
+            return f"{wrong}; it is left out"
         if table.get(kernel.id, kernel) is not kernel:
             first = self._owners[kernel.id]
             return f"a second kernel {kernel.id} is left out: {first.dist} ({first.value}) has it"
@@ -223,31 +225,61 @@ def _check(origin: Origin, value: Any) -> Loaded:
         loaded = Loaded(
             getattr(value, "BACKEND", None),
             getattr(value, "WORKLOAD", None),
-            list(getattr(value, "KERNELS", ())),
+            _kernel_list(getattr(value, "KERNELS", ())),
         )
-        if not (loaded.backend or loaded.workload or loaded.kernels):
-            raise PluginError(f"{origin.value} defines none of BACKEND, WORKLOAD, KERNELS")
+        if loaded.backend is None and loaded.workload is None and not loaded.kernels:
+            raise PluginError("the file defines none of BACKEND, WORKLOAD, KERNELS")
     elif origin.kind == "kernel":
-        loaded = Loaded(kernels=[value] if isinstance(value, Kernel) else list(value))
+        loaded = Loaded(kernels=_kernel_list(value))
     else:
         loaded = Loaded(**{origin.kind: value})
     _check_types(origin, loaded)
     return loaded
 
 
+def _kernel_list(value: Any) -> list[Kernel]:
+    """One kernel, or any number of them, as a list; its items are looked at by :func:`_check_types`."""
+    if isinstance(value, Kernel):
+        return [value]
+    if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
+        raise PluginError(f"KERNELS is {_a(value)}, not a Kernel or a list of them")
+    return list(value)
+
+
+def _a(value: Any) -> str:
+    """What ``value`` is, for an error's text; a class given in place of its instance is told apart."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
+
+
 def _check_types(origin: Origin, loaded: Loaded) -> None:
-    backend, workload = loaded.backend, loaded.workload
-    if backend is not None:
-        version = getattr(backend, "api_version", None)
-        if version != API_VERSION:
+    for name, value, base in (
+        ("BACKEND", loaded.backend, Backend),
+        ("WORKLOAD", loaded.workload, Workload),
+    ):
+        version = getattr(value, "api_version", None)
+        if name == "BACKEND" and version not in (None, API_VERSION):
             raise PluginError(f"{origin.name}: made for plugin API {version}, this is API {API_VERSION}")
-        if not isinstance(backend, Backend):
-            raise PluginError(f"{origin.name}: {origin.value} is a {type(backend).__name__}, not a Backend")
-    if workload is not None and not isinstance(workload, Workload):
-        raise PluginError(f"{origin.name}: {origin.value} is a {type(workload).__name__}, not a Workload")
+        if value is not None and not isinstance(value, base):
+            raise PluginError(f"{origin.name}: {name} is {_a(value)}, not an instance of {base.__name__}")
     for kernel in loaded.kernels:
         if not isinstance(kernel, Kernel):
             raise PluginError(f"{origin.name}: KERNELS holds a {type(kernel).__name__}, not a Kernel")
+        wrong = _misshapen(kernel)
+        if wrong:
+            raise PluginError(wrong)
+
+
+def _misshapen(kernel: Any) -> str:
+    """What is wrong with a kernel's id or space, else empty."""
+    backend, slash, name = kernel.id.partition("/") if isinstance(kernel.id, str) else ("", "", "")
+    if not (backend and slash and name):
+        return f"kernel id {kernel.id!r} is not <language>/<name>, as triton/my_gemm"
+    if not isinstance(kernel.space, Mapping):
+        return f"kernel {kernel.id}: its space is {_a(kernel.space)}, not a dict of names and values"
+    for key, values in kernel.space.items():
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            return f"kernel {kernel.id}: space[{key!r}] is {values!r}, not a tuple of values"
+    return ""
 
 
 def fingerprint(origin: Origin) -> str:
@@ -270,6 +302,8 @@ def _sources(origin: Origin) -> list[Path]:
         return [Path(origin.value)]
     spec = importlib.util.find_spec(origin.value.partition(":")[0].partition(".")[0])
     roots = list(spec.submodule_search_locations or ()) if spec else []
+    if spec and not roots and spec.origin and Path(spec.origin).is_file():
+        return [Path(spec.origin)]  # a plugin of one module, in no package
     if origin.value.startswith("dsl_bench."):
         kernels = importlib.util.find_spec("dsl_bench.kernels")
         roots += list(kernels.submodule_search_locations or ()) if kernels else []

@@ -21,8 +21,8 @@ import msgspec
 
 from dsl_bench import conformance, jobs, planning, registry
 from dsl_bench.artifacts import compile_artifact, one_line, to_ref
-from dsl_bench.backend import Backend, Target
-from dsl_bench.errors import KernelFault, UsageError
+from dsl_bench.backend import Availability, Backend, Target
+from dsl_bench.errors import KernelFault, PluginError, UsageError
 from dsl_bench.jobs import Origin
 from dsl_bench.kernel import Kernel
 from dsl_bench.records import CaseRef
@@ -132,6 +132,8 @@ def _describe_backend(
 
 def _target(backend: Backend, target: Target) -> jobs.TargetInfo:
     got = backend.probe(target)
+    if not isinstance(got, Availability):
+        raise PluginError(f"probe({target!r}) returned a {type(got).__name__}, not an Availability")
     return jobs.TargetInfo(got.ready, got.reason, got.hint)
 
 

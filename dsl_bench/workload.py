@@ -91,15 +91,15 @@ class Workload:
 
     def cases(self) -> Sequence[Case]:
         """All named cases, each with its groups."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define cases()")
 
     def parse_case(self, given: Mapping[str, str]) -> Case:
         """A case from the user's own sizes (``{"m": "4096", …, "dtype": "bf16"}``); raises UsageError."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define parse_case()")
 
     def specs(self, case: Case) -> tuple[TensorSpec, ...]:
         """Every tensor of the case, in the order in which kernels name them."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define specs()")
 
     def index(self, case: Case, rng: np.random.Generator) -> dict[str, Any]:
         """Values (numpy int32 arrays) of the index tensors. None by default."""
@@ -107,7 +107,7 @@ class Workload:
 
     def reference(self, case: Case, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Float64 outputs computed from the rounded inputs, on the inputs' device, chunked where large."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define reference()")
 
     def yardstick(self, case: Case, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         """Outputs of a sound algorithm in the case's own precision, for a ``bound`` of kind ``vendor``: the
@@ -116,11 +116,11 @@ class Workload:
 
     def flops(self, case: Case) -> float:
         """Floating-point operations that the case must do."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define flops()")
 
     def bytes(self, case: Case) -> float:
         """Fewest bytes that must cross device memory: each input once, each output once."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define bytes()")
 
 
 def positive_int(workload: str, key: str, text: str) -> int:
