@@ -98,7 +98,7 @@ def _click_error(fault: Exception) -> int:
     if type(fault).__name__ == "NoArgsIsHelpError":
         errors.print(str(fault))
         return EXIT_USAGE
-    return fail(fault.format_message(), EXIT_USAGE)
+    return fail(fault.format_message().replace("Value error, ", ""), EXIT_USAGE)
 
 
 def _version(wanted: bool) -> None:
