@@ -102,7 +102,7 @@ BREAKAGES = {
         "no_such_package",
     ),
     "speaks another API": (r'name = "numpyref"', 'name = "other"; api_version = 99', "incompatible", "99"),
-    "is no backend": (r"BACKEND = .*", "BACKEND = 7", "incompatible|failed", "API|not a Backend"),
+    "is no backend": (r"BACKEND = .*", "BACKEND = 7", "failed", "not an instance of Backend"),
     "raises in probe": ("ready = target", "raise OSError('bad probe') or target", "failed", "bad probe"),
     "dies in probe": ("ready = target", "__import__('os')._exit(9); ready = target", "failed", "."),
 }
