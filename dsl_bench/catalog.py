@@ -8,7 +8,6 @@ becomes a row with that reason.
 from __future__ import annotations
 
 import contextlib
-import csv
 import fnmatch
 import hashlib
 import os
@@ -141,7 +140,8 @@ def load(
         raise UsageError("no plugin is installed, not even our own: run `pip install -e .` again")
     clashes = registry.duplicates(found)
     unique = [o for o in found if (o.kind, o.name) not in clashes]
-    described = _describe_all(unique, _Describer(note, probe))
+    with contextlib.closing(_Describer(note, probe)) as describer:
+        described = _describe_all(unique, describer)
     for (kind, name), owners in clashes.items():
         who = " and ".join(f"{o.dist} ({o.value})" for o in owners)
         described += [Described(o, "duplicate", f"{kind} {name!r} is claimed by {who}") for o in owners]
@@ -223,11 +223,14 @@ class _Describer:
         self.stop = threading.Event()
         self._note = note
         self._probe = probe
+        self._prints = registry.Fingerprints()
+        self._probers: dict[str, tuple[threading.Lock, Worker]] = {}
+        self._starting = threading.Lock()
 
     def describe(self, origin: Origin, extra: tuple[Origin, ...]) -> Described:
         """What ``origin`` holds; a backend with the kernels that ``extra`` add to it."""
         extra = extra if origin.kind in ("backend", "file") else ()
-        path = cache_dir() / "described" / f"{_cache_name(origin, extra)}.json"
+        path = cache_dir() / "described" / f"{self._cache_name(origin, extra)}.json"
         held = _read_cached(path)
         if held is not None:
             held = self._asked_again(held)
@@ -245,7 +248,7 @@ class _Describer:
         unready = tuple(t for t, state in info.targets.items() if not state.ready) if info else ()
         if info is None or not unready or not self._probe:
             return held
-        outcome = self._run(jobs.ProbeJob(held.origin, unready))
+        outcome = self._ask(jobs.ProbeJob(held.origin, unready))
         if outcome.done is None:
             return None
         fresh = msgspec.json.decode(outcome.done.value, type=dict[str, TargetInfo])
@@ -254,17 +257,34 @@ class _Describer:
         )
 
     def _run(self, job: jobs.Job) -> Outcome:
-        worker = Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"})
+        worker = _describer()
         try:
             return worker.run(job, DESCRIBE_SECONDS, stop=self.stop)
         finally:
             worker.kill()
 
+    def _ask(self, job: jobs.ProbeJob) -> Outcome:
+        """Ask in a process that the backends of one distribution share: most of what a probe takes is the
+        start of Python and of torch. A backend that dies or hangs there is described anew, by itself."""
+        owner = job.origin.value if job.origin.kind == "file" else job.origin.dist
+        with self._starting:
+            lock, worker = self._probers.setdefault(owner, (threading.Lock(), _describer()))
+        with lock:
+            return worker.run(job, DESCRIBE_SECONDS, stop=self.stop)
 
-def _cache_name(origin: Origin, extra: tuple[Origin, ...]) -> str:
-    prints = "-".join(registry.fingerprint(o) for o in (origin, *extra))
-    name = re.sub(r"\W+", "_", origin.name)[:60]
-    return f"{origin.kind}-{name}-{hashlib.sha256(prints.encode()).hexdigest()[:32]}"
+    def close(self) -> None:
+        """End the shared processes."""
+        for _, worker in self._probers.values():
+            worker.kill()
+
+    def _cache_name(self, origin: Origin, extra: tuple[Origin, ...]) -> str:
+        prints = "-".join(self._prints.of(o) for o in (origin, *extra))
+        name = re.sub(r"\W+", "_", origin.name)[:60]
+        return f"{origin.kind}-{name}-{hashlib.sha256(prints.encode()).hexdigest()[:32]}"
+
+
+def _describer() -> Worker:
+    return Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"})
 
 
 def _read_cached(path: Path) -> Described | None:
@@ -327,44 +347,6 @@ def own_cases(
     if outcome.done is None:
         raise UsageError(outcome.refused.reason if outcome.refused else "the case could not be read")
     return msgspec.json.decode(outcome.done.value, type=list[CaseRef])
-
-
-def parse_case_text(text: str) -> dict[str, str]:
-    """``m=4096,n=5120`` as a mapping."""
-    pairs: dict[str, str] = {}
-    for part in text.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not key or not value:
-            raise UsageError(f"--case {text!r}: {part!r} is not name=value")
-        if key.lower() in (k.lower() for k in pairs):
-            raise UsageError(f"--case {text!r}: {key!r} is given twice")
-        pairs[key] = value
-    return pairs
-
-
-def read_case_file(path: Path) -> list[tuple[int, dict[str, str]]]:
-    """Line numbers and cases from a CSV file with a header line; empty cells are left out."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            names = [n.strip().lower() for n in reader.fieldnames or ()]
-            twice = sorted({n for n in names if names.count(n) > 1})
-            if twice:
-                raise UsageError(f"--cases {path}:1: the column {twice[0]!r} is there twice")
-            rows = [(reader.line_num, _csv_case(path, reader.line_num, row)) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as fault:
-        raise UsageError(f"--cases {path}: {getattr(fault, 'strerror', None) or fault}") from fault
-    rows = [(line, row) for line, row in rows if row]
-    if not rows:
-        raise UsageError(f"--cases {path}: no case under the header line")
-    return rows
-
-
-def _csv_case(path: Path, line: int, row: dict[str | None, str | list[str] | None]) -> dict[str, str]:
-    if None in row:
-        raise UsageError(f"--cases {path}:{line}: more cells than the header line names")
-    cells = {str(k).strip(): str(v).strip() for k, v in row.items() if v}
-    return {k: v for k, v in cells.items() if v}
 
 
 def select(info: WorkloadInfo, groups: Sequence[str], patterns: Sequence[str]) -> list[CaseRef]:

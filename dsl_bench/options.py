@@ -62,15 +62,15 @@ def split_cases(
     given: Sequence[str] | None, file: Path | None
 ) -> tuple[list[str], list[dict[str, str]], list[str]]:
     """Name patterns, own sizes (told apart by ``=``), and where each of these was read."""
-    from dsl_bench import catalog
+    from dsl_bench import sizes
 
     texts = [c for c in given or () if "=" in c]
     patterns = [c.strip() for c in given or () if "=" not in c]
     if not all(patterns):
         raise UsageError("--case '': neither a case's name nor own sizes (m=4096,n=512,k=64)")
-    own = [catalog.parse_case_text(c) for c in texts]
+    own = [sizes.parse_case_text(c) for c in texts]
     where = [f"--case {c!r}" for c in texts]
-    for line, row in catalog.read_case_file(file) if file is not None else ():
+    for line, row in sizes.read_case_file(file) if file is not None else ():
         own.append(row)
         where.append(f"{file}:{line}")
     return patterns, own, where

@@ -282,19 +282,28 @@ def _misshapen(kernel: Any) -> str:
     return ""
 
 
-def fingerprint(origin: Origin) -> str:
-    """Changes whenever what a describe job would say may change: sources, versions, interpreter."""
-    seen = (platform.python_version(), Path("/dev/nvidiactl").exists(), shutil.which("nvcc"))
-    settings = [
-        os.environ.get(n) for n in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_PTXAS_PATH", "PYTHONPATH")
-    ]
-    digest = hashlib.sha256(f"{origin}|{seen}|{settings}".encode())
-    for path in _sources(origin):
-        stat = path.stat()
-        digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}".encode())
-    for dist in sorted(f"{d.name}{d.version}" for d in importlib.metadata.distributions() if d.name):
-        digest.update(dist.encode())
-    return digest.hexdigest()[:24]
+class Fingerprints:
+    """Of origins, for one look at what is installed: that is read once, and so is every origin."""
+
+    def __init__(self) -> None:
+        self._of: dict[Origin, str] = {}
+        names = (f"{d.name}{d.version}" for d in importlib.metadata.distributions() if d.name)
+        seen = (platform.python_version(), Path("/dev/nvidiactl").exists(), shutil.which("nvcc"))
+        settings = [
+            os.environ.get(n)
+            for n in ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_PTXAS_PATH", "PYTHONPATH")
+        ]
+        self._here = f"{sorted(names)}|{seen}|{settings}"
+
+    def of(self, origin: Origin) -> str:
+        """Changes whenever what a describe job would say may change: sources, versions, interpreter."""
+        if origin not in self._of:
+            digest = hashlib.sha256(f"{origin}|{self._here}".encode())
+            for path in _sources(origin):
+                stat = path.stat()
+                digest.update(f"{path}{stat.st_mtime_ns}{stat.st_size}".encode())
+            self._of[origin] = digest.hexdigest()[:24]
+        return self._of[origin]
 
 
 def _sources(origin: Origin) -> list[Path]:
