@@ -218,15 +218,16 @@ def cases_of(catalog: Catalog, workload: str, request: Request) -> list[CaseRef]
     return list({c.name: c for c in chosen}.values())
 
 
-def run(request: Request, show: Progressor | None = None) -> Report:
-    """Do what the request says with what this machine has; see :class:`Report`."""
+def run(request: Request, show: Progressor | None = None, catalog: Catalog | None = None) -> Report:
+    """Do what the request says with what this machine has; see :class:`Report`. ``catalog`` is for those who
+    loaded the one of the request's plugins already."""
     show = show or Progressor()
     if request.resume and request.out and request.resume.resolve() != request.out.resolve():
         raise UsageError(f"--resume {request.resume} goes on in that file: leave --out {request.out} away")
     missing = [p for p in request.winners if not Path(p).exists()]
     if missing:
         raise UsageError(f"no results to take winners from at {missing[0]}")
-    catalog = catalogs.load(request.plugins, show.say)
+    catalog = catalog or catalogs.load(request.plugins, show.say)
     work = work_of(catalog, request)
     catalogs.require_cache()
     env = environment.collect()

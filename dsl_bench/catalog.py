@@ -158,17 +158,30 @@ def cases() -> list[CaseRef]:
 def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Described]:
     """Descriptions in the order of ``found``: first of those that may add kernels, then of the backends with
     what was added to them."""
+    rows: dict[Origin, Described] = {}
+
+    def added(backend: str) -> tuple[Origin, ...]:
+        prefix = f"{backend}/"
+        adds = (o for o, d in adders.items() if d.state == "ready")
+        return tuple(o for o in adds if any(k.id.startswith(prefix) for k in adders[o].kernels))
+
+    def describe(origin: Origin) -> Described:
+        # an entry point is named after its backend, or else the second look puts it right
+        first = rows[origin].backend if origin in rows else None
+        name = first.name if first else origin.name
+        row = describer.describe(origin, added(name))
+        if row.backend is not None and added(row.backend.name) != added(name):
+            row = describer.describe(origin, added(row.backend.name))
+        return row
+
     with ThreadPoolExecutor(max_workers=min(4, len(found) or 1)) as threads:
-
-        def describe(origins: Iterable[Origin], extra: tuple[Origin, ...]) -> dict[Origin, Described]:
-            return {d.origin: d for d in threads.map(lambda o: describer.describe(o, extra), origins)}
-
         try:
-            adders = [o for o in found if o.kind in ("kernel", "file")]
-            rows = describe(adders, ())
-            extra = tuple(o for o in adders if rows[o].state == "ready" and rows[o].kernels)
-            again = [o for o in adders if rows[o].backend is not None and extra]
-            rows |= describe([o for o in found if o not in rows or o in again], extra)
+            files = [o for o in found if o.kind in ("kernel", "file")]
+            adders = dict(zip(files, threads.map(lambda o: describer.describe(o, ()), files), strict=True))
+            rows |= adders
+            again = [o for o, d in adders.items() if d.backend is not None and added(d.backend.name)]
+            rest = [o for o in found if o not in rows or o in again]
+            rows |= dict(zip(rest, threads.map(describe, rest), strict=True))
         except BaseException:
             describer.stop.set()
             raise

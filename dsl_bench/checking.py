@@ -144,7 +144,7 @@ def _run(request: api.Request, catalog: Catalog, show: Progressor, race: bool) -
     chosen = _chosen(request)
     if not chosen:
         request.groups = ["smoke"]
-    report = api.run(_correctness(request), show)
+    report = api.run(_correctness(request), show, catalog)
     if not race or report.target != "device" or report.failed or report.interrupted:
         return report
     full = request
@@ -159,7 +159,7 @@ def _run(request: api.Request, catalog: Catalog, show: Progressor, race: bool) -
             return report
         kept = [k for k in request.kernels if catalog.kernels()[k].workload in quick]
         full = replace(full, groups=["quick"], workloads=quick, kernels=kept)
-    raced = api.run(replace(full, race=True, retune=False, out=None, resume=report.path), show)
+    raced = api.run(replace(full, race=True, retune=False, out=None, resume=report.path), show, catalog)
     return _joined(report, raced)
 
 

@@ -47,7 +47,7 @@ def _smoke(
             race=False,
             settings=Settings(trials=4, trial_seconds=0.001, deadline=deadline),
         )
-        return api.run(request).records
+        return api.run(request, catalog=_load(plugins)).records
 
 
 def _broken(records: Sequence[Record]) -> list[str]:

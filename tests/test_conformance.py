@@ -13,6 +13,13 @@ FIXTURE = Path(__file__).parent / "plugin_fixture" / "dsl_bench_numpyref" / "__i
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def those_looked_at(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kit describes all that is installed: here, what is tested, and a language for the baselines to be."""
+    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(cache))
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "cuda,vendor,cudnn")
+
+
 class TestExample(BackendConformance):
     backend = "numpyref"
     plugins = (str(FIXTURE),)
@@ -42,8 +49,9 @@ class TestMla(WorkloadConformance):
     workload = "mla_decode"
 
 
-def test_a_plugin_that_breaks_the_contract_is_found(tmp_path: Path) -> None:
+def test_a_plugin_that_breaks_the_contract_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kit itself: a wrong kernel, a foreign id and a silent probe each fail their test."""
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "")
     text = FIXTURE.read_text()
     wrong = {
         "result": ("c[start : start + rows] = (block", "c[start : start + rows] = (2 * block"),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).resolve().parent
 PLUGIN = HERE / "wrong_kernels" / "slow.py"
-KERNELS = 40
+KERNELS = 30
 
 
 class Run:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
 PLUGIN = HERE / "wrong_kernels" / "slow.py"
 CASES = ("m=16,n=32,k=16,dtype=fp16", "m=17,n=33,k=16,dtype=fp16")
-KERNELS = 120
+KERNELS = 60
 #: moments at which the parent is killed, in all
 MOMENTS = 30
 

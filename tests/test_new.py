@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_workload_is_named() -> None:
 
 
 def fake_run(targets: list[api.Request], target: str, failed: int = 0):
-    def run(request: api.Request, show: object = None) -> api.Report:
+    def run(request: api.Request, show: object, catalog: object) -> api.Report:
         targets.append(request)
         return api.Report(Path("a.jsonl"), [], failed=failed, target=target, held=1)
 
