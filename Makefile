@@ -10,7 +10,8 @@ EXTRAS ?= triton,tilelang,cuda,dev
 PIP_FLAGS ?=
 # anything for a host without a network: install only this project, on what the host has
 OFFLINE ?=
-PYTEST_FLAGS ?= -n auto --maxprocesses 8
+# tests/conftest.py has the longest tests first
+PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist worksteal
 ARGS ?=
 
 BIN := $(VENV)/bin

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # a process a core: threads of torch and NumPy beside it would only wait for each other
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+#: what takes longest, in order (beginnings of node ids)
+LONGEST = (
+    "tests/test_authoring.py::test_the_page",
+    "tests/test_attention_triton.py::test_interpreter",
+    "tests/test_kill.py::test_a_parent",
+    "tests/test_inductor_plugin.py",
+    "tests/test_plugins.py",
+    "tests/test_new.py::test_a_new",
+    "tests/test_notebooks.py::test_it_runs[04",
+    "tests/test_attention_tilelang.py",
+    "tests/test_layers.py::test_the_parent",
+    "tests/test_disk.py",
+    "tests/test_conformance.py",
+    "tests/test_attention_triton.py",
+    "tests/test_tilelang_compile.py",
+    "tests/test_triton36.py",
+    "tests/test_page.py",
+    "tests/test_notebooks.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if Path("/dev/nvidiactl").exists():
         return
     for item in items:
@@ -22,16 +49,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of artifacts and plugin descriptions for this session alone."""
-    return tmp_path_factory.mktemp("cache")
+def dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
+    """Each process is given one piece of the list and steals from the others' ends: every piece begins with
+    its share of what takes longest, so that nothing long is left for the end."""
+    by_place: dict[int, list[pytest.Item]] = {}
+    for item in items:
+        place = next((i for i, long in enumerate(LONGEST) if item.nodeid.startswith(long)), len(LONGEST))
+        by_place.setdefault(place, []).append(item)
+    rest = by_place.pop(len(LONGEST), [])
+    long = [by_place[place] for place in sorted(by_place)]
+    pieces = []
+    for k in range(hands):
+        share = rest[len(rest) * k // hands : len(rest) * (k + 1) // hands]
+        pieces += [*(item for group in long[k::hands] for item in group), *share]
+    return pieces
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of artifacts and plugin descriptions for this session alone, whose processes share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "cache"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DSL_BENCH_CACHE_DIR", str(folder))
+        yield folder
 
 
 @pytest.fixture
-def cli(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Runs the command line in an empty folder, in a process of its own."""
-    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(cache))
     monkeypatch.delenv("DSL_BENCH_RESULTS", raising=False)
 
     def call(*args: str, timeout: float = 280, before: str = "") -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def those_looked_at(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kit describes all that is installed: here, what is tested, and a language for the baselines to be."""
-    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(cache))
+def those_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kit describes all that is installed: here, what is tested, and a language beside it."""
     monkeypatch.setenv("DSL_BENCH_BACKENDS", "cuda,vendor,cudnn")
 
 

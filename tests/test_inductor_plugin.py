@@ -62,8 +62,7 @@ def test_its_results_are_reported_like_any_others(with_plugin: None, cli, tmp_pa
 
 
 @pytest.mark.timeout(900)
-def test_its_own_tests_pass(with_plugin: None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(cache))
+def test_its_own_tests_pass(with_plugin: None) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PLUGIN / "tests")]
     done = subprocess.run(command, cwd=PLUGIN, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
