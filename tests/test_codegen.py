@@ -108,11 +108,11 @@ def test_cycles_agree_with_reachability() -> None:
 
 def test_long_listings_are_read_quickly() -> None:
     body = listing(*["FFMA R1, R2, R3, R4"] * 50_000, "LDL R2, [R1]", "@P0 BRA 0x0", "EXIT")
-    start = time.perf_counter()
+    start = time.process_time()
     code = list(codegen.parse(body))
     assert codegen.loop_local(code) == 1
     assert len(code) == 50_003
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
 
 
 # -- tools ----------------------------------------------------------------------------------------------

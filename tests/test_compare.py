@@ -52,7 +52,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
 
 def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dsl_bench", "compare", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
 
 
 def test_results_against_themselves_are_no_change(some: tuple[Path, list[Record]]) -> None:

@@ -101,7 +101,7 @@ def assert_told(stderr: str, path: Path) -> None:
 def workers_gone(process: subprocess.Popen[str]) -> Iterator[None]:
     """That nobody whom the process started is left afterwards."""
     yield
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     mark = f"DSL_BENCH_PARENT={process.pid}\0".encode()
     while time.monotonic() < deadline and any(_has(p, mark) for p in Path("/proc").glob("[0-9]*")):
         time.sleep(0.05)

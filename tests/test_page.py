@@ -192,6 +192,6 @@ def test_an_empty_frame_is_named_not_drawn() -> None:
 @pytest.mark.parametrize("shown", ["flips", "baselines", "cost", "gaps"])
 def test_the_command_shows_them(shown: str) -> None:
     command = [sys.executable, "-m", "dsl_bench", "report", "-r", str(RESULTS), "--show", shown, "-f", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("[")

@@ -132,7 +132,7 @@ def test_a_plugin_whose_probe_hangs_is_cut_off(install: Install, cli: Any) -> No
     install("other", find="ready = target", put="__import__('time').sleep(999); ready = target")
     impatient = (
         "from dsl_bench import catalog, pool; "
-        "catalog.DESCRIBE_SECONDS = 5.0; pool.START_SECONDS['describe'] = 5.0"
+        "catalog.DESCRIBE_SECONDS = 3.0; pool.START_SECONDS['describe'] = 9.0"
     )
     (row,) = listed(cli, before=impatient)["other"]
     assert row["state"] == "failed"

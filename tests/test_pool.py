@@ -69,7 +69,7 @@ def test_a_silent_worker_is_killed_at_its_deadline_and_replaced(worker, tmp_path
     assert outcome.refused is not None
     assert outcome.refused.status == "hang"
     assert outcome.refused.check == "deadline"
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120
     assert parse(worker, {"m": "1", "n": "2", "k": "3"})
 
 
@@ -96,7 +96,7 @@ raise ValueError("seen")
 
 
 def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch):
-    monkeypatch.setitem(pool.START_SECONDS, "describe", 5.0)
+    monkeypatch.setitem(pool.START_SECONDS, "describe", 8.0)
     mark = tmp_path / "pid"
     text = (
         "import subprocess, time, pathlib\n"
@@ -106,7 +106,7 @@ def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch):
     )
     worker.run(jobs.Describe(file_origin(tmp_path, text)), 2.0)
     pid = int(mark.read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _alive(pid)
@@ -129,7 +129,7 @@ def test_workers_die_with_their_parent(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _alive(pid)
