@@ -58,11 +58,15 @@ def dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:
         by_place.setdefault(place, []).append(item)
     rest = by_place.pop(len(LONGEST), [])
     long = [by_place[place] for place in sorted(by_place)]
-    pieces = []
+    made: list[pytest.Item] = []
     for k in range(hands):
-        share = rest[len(rest) * k // hands : len(rest) * (k + 1) // hands]
-        pieces += [*(item for group in long[k::hands] for item in group), *share]
-    return pieces
+        mine = [item for group in long[k::hands] for item in group]
+        # as pytest-xdist cuts the list
+        size = (len(items) - len(made)) // (hands - k)
+        filled = max(0, size - len(mine))
+        made += [*mine, *rest[:filled]]
+        del rest[:filled]
+    return [*made, *rest]
 
 
 @pytest.fixture(scope="session", autouse=True)
