@@ -1,14 +1,16 @@
-"""``triton/mla_decode_gluon``: latent attention in Gluon, two warpgroups that take turns at the logits.
+"""``triton/mla_decode_gluon``: latent attention in Gluon, the output in halves over two warpgroups.
 
-A block holds 64 query rows and two tiles of 64 tokens. Each tile has an owner, one consumer or the other by
-turns: it multiplies queries and keys, weighs, and leaves weights and factors in shared memory; then both add
-the tile's values, each to its 256 columns. So one weighs while the other multiplies, the logits are computed
-once, and no weight is rounded twice. Shares of the cache are as in ``triton/mla_decode``.
+A block holds 64 query rows and two tiles of 64 tokens. The left warpgroup computes a tile's logits and
+weights, hands the weights over in shared memory and adds the left 256 columns of the output; the right one
+adds the others. The logits are computed once, and the left one issues the next tile's behind its sums.
+Shares of the cache are as in ``triton/mla_decode``; a second launch, which starts beneath the end of the
+first, adds up the parts of cut sequences.
 Bound by the tensor cores with many heads, by the cache's bytes with few.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from triton.experimental import gluon
@@ -25,14 +27,16 @@ from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, Static, int_list
 
 from . import _attention as attention
 from . import _common as common
-from ._attention import combine
-from ._mla_gluon import fresh, multiply, produce, weigh
+from ._mla_gluon import fresh, join, leave, multiply, produce, weigh
 
 SPACE = {
     "overhead": (3, 1, 5),
-    "add": (1, 2, 4),
+    "add": (4, 8, 32),
     "lag": (False, True),
+    "prefetch": (True, False),
 }
+#: rows and columns that a block of the second launch adds up, by the parts it takes at once
+ADDED = {4: (4, 512), 8: (1, 512), 32: (1, 256)}
 #: query rows of a block, tokens of a tile (a page), columns of a load and a sum, rotary columns
 BM, BN, PART, ROPE = 64, 64, 128, 64
 
@@ -63,31 +67,8 @@ def add(shared, p, alpha, acc, acc2, it):
 
 
 @gluon.jit
-def save(where, x, rows, column, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """x [64, 128] to rows of 512 at ``where``, those below ROWS, from ``column`` on."""
-    at = rows[:, None] * 512 + column + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))[None, :]
-    gl.store(where + at, x.to(where.dtype.element_ty), mask=(rows < ROWS)[:, None])
-
-
-@gluon.jit
-def leave(o, part, acc, acc2, total, seq, slot, row, column, ROWS: gl.constexpr):
-    """The sums of 256 columns from ``column`` on: divided to the output, or as they are to their slot."""
-    sums: gl.constexpr = acc.type.layout
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, sums))
-    if slot < 0:
-        below = gl.where(total > 0.0, 1.0 / total, 0.0)[:, None]
-        whole = o + seq.to(gl.int64) * (ROWS * 512)
-        save(whole, acc * below, rows, column, ROWS, sums)
-        save(whole, acc2 * below, rows, column + 128, ROWS, sums)
-    else:
-        piece = part + slot.to(gl.int64) * (ROWS * 512)
-        save(piece, acc, rows, column, ROWS, sums)
-        save(piece, acc2, rows, column + 128, ROWS, sums)
-
-
-@gluon.jit
 def sum_left(
-    o, part, stat, first, items, row, share, shared, bars,
+    o, part, stat, items, most, row, share, shared, bars,
     H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     """All logits and weights, and the left 256 columns of the output."""
@@ -96,21 +77,24 @@ def sum_left(
     q_full, q_free, _full, free, _told, _heard, scored = bars
     logits: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    begin = gl.load(first + share)
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, logits))
+    item = share * most
+    more = item >= 0
+    turn = 0
     it = 0
-    for item in range(begin, gl.load(first + share + 1)):
+    while more:
         seq = gl.load(items + item * 8)
         tile = gl.load(items + item * 8 + 1)
         end = gl.load(items + item * 8 + 2)
         tokens = gl.load(items + item * 8 + 3)
         slot = gl.load(items + item * 8 + 4)
+        more = gl.load(items + item * 8 + 5) != 0
         last = tokens - SQ + rows // H
         top = gl.full([64], -1.0e30, gl.float32, gl.SliceLayout(1, logits))
         total = gl.zeros([64], gl.float32, gl.SliceLayout(1, logits))
         acc = gl.zeros([64, 128], gl.float32, sums)
         acc2 = gl.zeros([64, 128], gl.float32, sums)
-        mbarrier.wait(q_full, (item - begin) & 1)
+        mbarrier.wait(q_full, turn)
         if tile < end:
             s = warpgroup_mma_wait(0, deps=[multiply(shared, bars, it, logits)])
             if LAG:
@@ -144,11 +128,13 @@ def sum_left(
         if slot >= 0:
             gl.store(stat + slot * (2 * ROWS) + rows, top, mask=rows < ROWS)
             gl.store(stat + slot * (2 * ROWS) + ROWS + rows, total, mask=rows < ROWS)
+        item += 1
+        turn ^= 1
 
 
 @gluon.jit
 def sum_right(
-    o, part, first, items, row, share, shared, bars, ROWS: gl.constexpr, LAG: gl.constexpr
+    o, part, items, most, row, share, shared, bars, ROWS: gl.constexpr, LAG: gl.constexpr
 ):  # fmt: skip
     """The right 256 columns of the output. With LAG a tile's product waits for the next tile's logits, and
     runs beneath their softmax."""
@@ -156,19 +142,22 @@ def sum_right(
     _q_full, _q_free, full, free, told, heard, scored = bars
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     line: gl.constexpr = gl.SliceLayout(1, sums)
-    begin = gl.load(first + share)
+    item = share * most
+    more = item >= 0
     it = 0
-    for item in range(begin, gl.load(first + share + 1)):
+    while more:
         seq = gl.load(items + item * 8)
         start = gl.load(items + item * 8 + 1)
         end = gl.load(items + item * 8 + 2)
         slot = gl.load(items + item * 8 + 4)
+        more = gl.load(items + item * 8 + 5) != 0
         total = gl.zeros([64], gl.float32, line)
         acc = gl.zeros([64, 128], gl.float32, sums)
         acc2 = gl.zeros([64, 128], gl.float32, sums)
         for tile in range(start, end):
             stage = it & 1
-            phase = it >> 1 & 1
+            mbarrier.wait(full.index(stage * 3 + 1), it >> 1 & 1)
+            mbarrier.wait(full.index(stage * 3 + 2), it >> 1 & 1)
             mbarrier.wait(told, it & 1)
             scale = stats.index(0).load(line)[:, None]
             total = stats.index(1).load(line)
@@ -177,9 +166,7 @@ def sum_right(
             if LAG:
                 if tile + 1 < end:
                     mbarrier.wait(scored, (it + 1) & 1)
-            mbarrier.wait(full.index(stage * 3 + 1), phase)
             acc = warpgroup_mma(weights.index(fresh(0)), latent.index(stage * 4 + 2), acc, is_async=True)
-            mbarrier.wait(full.index(stage * 3 + 2), phase)
             acc2 = warpgroup_mma(weights.index(fresh(0)), latent.index(stage * 4 + 3), acc2, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])
             mbarrier.arrive(free.index(stage * 3 + 1))
@@ -188,15 +175,21 @@ def sum_right(
             mbarrier.arrive(heard)
             it += 1
         leave(o, part, acc, acc2, total, seq, slot, row, 256, ROWS)
+        item += 1
 
 
 @gluon.jit
 def mla_gluon(
-    q, q_rope, kv, kv_rope, table, o, part, stat, first, items, width,
-    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr, LAG: gl.constexpr,
+    q, q_rope, kv, kv_rope, cache, table, o, part, stat, items, most, width,
+    H: gl.constexpr, SQ: gl.constexpr, SCALE: gl.constexpr, LAG: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """q [seqs·SQ·H, 576] and kv [pool·64, 576] are descriptors of 64 rows and 128 columns, q_rope and kv_rope
-    the same of 64; table [seqs, width]; o [seqs, SQ·H, 512]; SCALE is for base 2."""
+    the same of 64; cache is kv as a pointer; table [seqs, width]; o [seqs, SQ·H, 512]; SCALE is for base 2.
+    Share i takes items int32 [shares, most, 8] from [i, 0] on: sequence, first tile, end, tokens, slot (-1
+    for a whole sequence), whether another follows."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     ROWS: gl.constexpr = H * SQ
     BLOCKS: gl.constexpr = (ROWS + 63) // 64
     row = gl.program_id(0) % BLOCKS * 64
@@ -227,9 +220,28 @@ def mla_gluon(
     bars = (q_full, q_free, full, free, told, heard, scored)
     gl.warp_specialize(
         [
-            (sum_left, (o, part, stat, first, items, row, share, shared, bars, H, SQ, SCALE, LAG)),
-            (sum_right, (o, part, first, items, row, share, shared, bars, ROWS, LAG)),
-            (produce, (q, q_rope, kv, kv_rope, table, first, items, width, row, share, shared, bars, ROWS)),
+            (sum_left, (o, part, stat, items, most, row, share, shared, bars, H, SQ, SCALE, LAG)),
+            (sum_right, (o, part, items, most, row, share, shared, bars, ROWS, LAG)),
+            (
+                produce,
+                (
+                    q,
+                    q_rope,
+                    kv,
+                    kv_rope,
+                    cache,
+                    table,
+                    items,
+                    most,
+                    width,
+                    row,
+                    share,
+                    shared,
+                    bars,
+                    ROWS,
+                    PREFETCH,
+                ),
+            ),
         ],
         [4, 4],
         [240, 24],
@@ -242,30 +254,21 @@ def _lengths(case: Case) -> tuple[int, ...]:
 
 def static(case: Case, config: Config) -> Static:
     """Heads, queries, and the rows that the second launch adds up a block; lengths stay runtime."""
-    return {
-        "h": case["h"],
-        "sq": case["sq"],
-        "add": config["add"],
-        "lag": config["lag"],
-        "dtype": case.dtype,
-    }
+    baked = {x: config[x] for x in SPACE if x != "overhead"}
+    return {**baked, "h": case["h"], "sq": case["sq"], "dtype": case.dtype}
 
 
 def source(static: Static, arch: str) -> TritonSource:
     """The function for one specialisation, and the launch that adds up parts."""
     t = common.element(static["dtype"])
     layout = gl.NVMMASharedLayout(128, 16, 2)
+    rows, cols = ADDED[static["add"]]
     add = TritonSource(
-        fn=combine,
+        fn=join,
         signature={"o": f"*{t}", "part": "*fp32", "stat": "*fp32", "splits": "*i32"},
-        constexprs={
-            "ROWS": static["h"] * static["sq"],
-            "R": static["add"],
-            "D": 512,
-            "C": 8 // static["add"],
-        },
+        constexprs={"ROWS": static["h"] * static["sq"], "R": rows, "C": static["add"], "COLS": cols},
         attrs=dict.fromkeys(("o", "part", "stat", "splits"), 16),
-        options={"num_warps": 4, "num_stages": 1},
+        options={"num_warps": 4, "num_stages": 1, "launch_pdl": True},
     )
     box = {cols: f"tensordesc<{t}[64,{cols}],{layout!r}>" for cols in (PART, ROPE)}
     return TritonSource(
@@ -275,50 +278,67 @@ def source(static: Static, arch: str) -> TritonSource:
             "q_rope": box[ROPE],
             "kv": box[PART],
             "kv_rope": box[ROPE],
+            "cache": f"*{t}",
             "table": "*i32",
             "o": f"*{t}",
             **dict.fromkeys(("part", "stat"), "*fp32"),
-            **dict.fromkeys(("first", "items"), "*i32"),
-            "width": "i32",
+            "items": "*i32",
+            **dict.fromkeys(("most", "width"), "i32"),
         },
         constexprs={
             "H": static["h"],
             "SQ": static["sq"],
             "SCALE": math.log2(math.e) / math.sqrt(576),
             "LAG": static["lag"],
+            "PREFETCH": static["prefetch"],
         },
-        attrs=dict.fromkeys(("table", "o", "part", "stat", "first", "items"), 16),
+        attrs=dict.fromkeys(("cache", "table", "o", "part", "stat", "items"), 16),
         options={"num_warps": 4},
         extra=(add,),
         gluon=True,
     )
 
 
+def shares(plan: attention.Plan) -> list[list[tuple[int, ...]]]:
+    """The items of every share, as ``mla_gluon`` takes them, all filled up to the same number."""
+    bounds = list(pairwise(plan.first))
+    most = max(stop - begin for begin, stop in bounds)
+    nothing = (0,) * attention.ITEM
+    found = []
+    for begin, stop in bounds:
+        own = [(*plan.items[i][:5], int(i + 1 < stop), 0, 0) for i in range(begin, stop)]
+        found.append(own + [nothing] * (most - len(own)))
+    return found
+
+
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
     """Descriptors, the plan, its workspace, and a launch or two."""
+    import torch
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    table, o = inputs["page_table"], outputs["o"]
+    table, o, cache = inputs["page_table"], outputs["o"], inputs["kv_cache"]
     rows = case["h"] * case["sq"]
     blocks = common.cdiv(rows, BM)
     plan = attention.plan(_lengths(case), BN, max(1, module.sms // blocks), int(config["overhead"]))
     work = attention.tensors(plan, rows, 512, blocks, o.device)
+    items = torch.tensor(shares(plan), dtype=torch.int32, device=o.device)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     maps = [
         TensorDescriptor(x, list(x.shape), list(x.stride()), [64, cols], layout)
-        for x in (inputs["q"].flatten(0, 2), inputs["kv_cache"].flatten(0, 1))
+        for x in (inputs["q"].flatten(0, 2), cache.flatten(0, 1))
         for cols in (PART, ROPE)
     ]
     run = module.launcher(
-        (plan.shares * blocks,), *maps, table, o,
-        *(work[x] for x in ("part", "stat", "first", "items")), table.shape[1],
+        (plan.shares * blocks,), *maps, cache, table, o, work["part"], work["stat"],
+        items, items.shape[1], table.shape[1],
     )  # fmt: skip
-    keep = (*work.values(), *maps)
+    keep = (*work.values(), items, *maps)
     if not plan.cuts:
         return Call(run, keep=keep)
-    grid = (len(plan.cuts) * common.cdiv(rows, int(config["add"])),)
+    added, cols = ADDED[int(config["add"])]
+    grid = (len(plan.cuts) * common.cdiv(rows, added) * (512 // cols),)
     add = module.extra[0].launcher(grid, o, work["part"], work["stat"], work["splits"])
 
     def both() -> None:
@@ -333,10 +353,29 @@ def valid(case: Case, config: Config) -> str | None:
     return None
 
 
+def parts(case: Case) -> int:
+    """About how many shares the longest sequence is cut over."""
+    tiles = [common.cdiv(n, BN) for n in _lengths(case)]
+    slots = max(1, common.SMS // common.cdiv(case["h"] * case["sq"], BM))
+    return common.cdiv(max(tiles) * slots, max(1, sum(tiles))) + 1
+
+
 def seeds(case: Case) -> Sequence[Config]:
-    """FlashMLA's five tiles of overhead a run, and fewer where sequences are short."""
-    picks = ((5, 1, False), (3, 1, False), (5, 1, True), (1, 1, False), (3, 4, False))
-    return [dict(zip(SPACE, pick, strict=True)) for pick in picks]
+    """FlashMLA's five tiles of overhead a run, and fewer where sequences are short; parts as many at once as
+    there are."""
+    count = parts(case)
+    add = next((n for n in ADDED if count <= n), 32)
+    picks = (
+        (5, add, False, True),
+        (3, add, True, True),
+        (3, add, False, True),
+        (5, add, True, True),
+        (1, add, False, True),
+        (3, add, False, False),
+        (3, 8, False, True),
+    )
+    found = [dict(zip(SPACE, pick, strict=True)) for pick in picks]
+    return [config for i, config in enumerate(found) if config not in found[:i]]
 
 
 def default(case: Case) -> Config:
@@ -356,6 +395,6 @@ KERNEL = Kernel(
     bind=bind,
     needs=Needs(archs=("sm_90a",), packages=("triton>=3.6",)),
     files=("_common.py", "_attention.py", "_attention_gluon.py", "_mla_gluon.py"),
-    summary="Gluon: two consumers by turns at the logits, each with half of the sums, a producer beside them",
+    summary="Gluon: logits in one warpgroup, the output in halves over two, a producer beside them",
 )
 KERNELS = (KERNEL,)
