@@ -136,11 +136,11 @@ def prefill(tiles: list[int], stages: int, pingpong: bool, replay: Replay) -> li
     return added
 
 
-def mla(items: list[int], early: bool, replay: Replay) -> list[list[int]]:
-    """mla_decode_gluon with items of so many tiles; the tiles each consumer added."""
-    q_full, q_free = Barrier(1), Barrier(2)
-    full, free = [Barrier(1) for _ in range(4)], [Barrier(1) for _ in range(4)]
-    told = [Barrier(1), Barrier(1)]
+def mla(items: list[int], lag: bool, replay: Replay) -> list[list[int]]:
+    """mla_decode_gluon with items of so many tiles; the tiles added to the left and the right half."""
+    q_full, q_free = Barrier(1), Barrier(1)
+    full, free = [Barrier(1) for _ in range(6)], [Barrier(1) for _ in range(6)]
+    told, heard, scored = Barrier(1), Barrier(1), Barrier(1)
     held: dict[object, int | None] = {}
     added: list[list[int]] = [[], []]
 
@@ -151,63 +151,74 @@ def mla(items: list[int], early: bool, replay: Replay) -> list[list[int]]:
             q_full.arrive(1)
             replay.load(held, "q", item, q_full)
             for _ in range(tiles):
-                for half in (1, 0) if early and it & 1 else (0, 1):
-                    slot = (it & 1) * 2 + half
+                for piece in range(3):
+                    slot = (it & 1) * 3 + piece
                     yield free[slot], it >> 1 & 1 ^ 1
                     full[slot].arrive(1)
                     replay.load(held, slot, it, full[slot])
                 it += 1
 
-    def consume(owner: int) -> Agent:
+    def left() -> Agent:
         it = 0
 
         def multiply(at: int, item: int) -> Agent:
-            for half in (owner, 1 - owner) if early else (0, 1):
-                yield full[(at & 1) * 2 + half], at >> 1 & 1
-            assert [held[(at & 1) * 2], held[(at & 1) * 2 + 1], held["q"]] == [at, at, item]
-
-        def hear(at: int) -> Agent:
-            yield full[(at & 1) * 2 + owner], at >> 1 & 1
-            yield told[1 - owner], at >> 1 & 1
+            for piece in range(3):
+                yield full[(at & 1) * 3 + piece], at >> 1 & 1
             yield None
-            assert held["weights"] == at
+            assert [held[(at & 1) * 3 + piece] for piece in range(3)] == [at] * 3
+            assert held["q"] == item
 
-        def tell(at: int) -> None:
+        def tell(at: int) -> Agent:
+            yield heard, at & 1 ^ 1
             held["weights"] = at
-            told[owner].arrive()
+            told.arrive()
 
         def add(at: int) -> None:
-            assert held[(at & 1) * 2 + owner] == at
-            added[owner].append(at)
-            free[(at & 1) * 2 + owner].arrive()
+            assert held[(at & 1) * 3] == at
+            added[0].append(at)
+            free[(at & 1) * 3].arrive()
 
         for item, tiles in enumerate(items):
             yield q_full, item & 1
-            end = it + tiles
-            if it < end and it & 1 == owner:
-                yield from multiply(it, item)
-                yield None
-                tell(it)
-                yield None
-                add(it)
-                it += 1
-            while it + 1 < end:
+            if not tiles:
+                q_free.arrive()
+                continue
+            yield from multiply(it, item)
+            if lag:
+                scored.arrive()
+            for _ in range(tiles - 1):
+                yield from tell(it)
                 yield from multiply(it + 1, item)
-                yield from hear(it)
                 add(it)
                 yield None
-                assert held["weights"] == it
-                tell(it + 1)
-                yield None
-                add(it + 1)
-                it += 2
+                if lag:
+                    scored.arrive()
+                it += 1
             q_free.arrive()
-            if it < end:
-                yield from hear(it)
-                add(it)
+            yield from tell(it)
+            yield None
+            add(it)
+            it += 1
+
+    def right() -> Agent:
+        it = 0
+        for tiles in items:
+            for tile in range(tiles):
+                stage = it & 1
+                yield full[stage * 3 + 1], it >> 1 & 1
+                yield full[stage * 3 + 2], it >> 1 & 1
+                yield told, it & 1
+                if lag and tile + 1 < tiles:
+                    yield scored, (it + 1) & 1
+                for piece in (1, 2):
+                    yield None
+                    assert (held["weights"], held[stage * 3 + piece]) == (it, it)
+                    free[stage * 3 + piece].arrive()
+                added[1].append(it)
+                heard.arrive()
                 it += 1
 
-    replay.run([produce(), consume(0), consume(1)])
+    replay.run([produce(), left(), right()])
     return added
 
 
@@ -220,9 +231,9 @@ def test_prefill(stages: int, pingpong: bool) -> None:
         assert prefill(tiles, stages, pingpong, replay) == [list(range(sum(tiles)))] * 2
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_mla(early: bool) -> None:
+@pytest.mark.parametrize("lag", [True, False])
+def test_mla(lag: bool) -> None:
     for seed in range(600):
         replay = Replay(seed)
         items = [replay.random.choice((0, 1, 2, 3, 4, 7)) for _ in range(replay.random.randrange(1, 6))]
-        assert mla(items, early, replay) == [list(range(sum(items)))] * 2
+        assert mla(items, lag, replay) == [list(range(sum(items)))] * 2
