@@ -40,13 +40,14 @@ def fetch(cache, page, block, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def produce(
-    q, q_rope, kv, kv_rope, cache, table, items, most, width, row, share, shared, bars,
+    maps, cache, table, items, most, width, row, share, shared, bars,
     ROWS: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Loads each item's queries, then its tiles, in the order in which places in the ring are given back.
     With PREFETCH the tile for which there is no place yet is asked for in L2: the blocks that share a
     sequence ask for a part of it each."""
     BLOCKS: gl.constexpr = (ROWS + 63) // 64
+    q, q_rope, kv, kv_rope = maps
     queries, queries_rope, latent, rope, _weights, _stats = shared
     q_full, q_free, full, free, _told, _heard, _scored = bars
     item = share * most

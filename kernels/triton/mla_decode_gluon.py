@@ -218,30 +218,12 @@ def mla_gluon(
     fence_async_shared()
     shared = (queries, queries_rope, latent, rope, weights, stats)
     bars = (q_full, q_free, full, free, told, heard, scored)
+    maps = (q, q_rope, kv, kv_rope)
     gl.warp_specialize(
         [
             (sum_left, (o, part, stat, items, most, row, share, shared, bars, H, SQ, SCALE, LAG)),
             (sum_right, (o, part, items, most, row, share, shared, bars, ROWS, LAG)),
-            (
-                produce,
-                (
-                    q,
-                    q_rope,
-                    kv,
-                    kv_rope,
-                    cache,
-                    table,
-                    items,
-                    most,
-                    width,
-                    row,
-                    share,
-                    shared,
-                    bars,
-                    ROWS,
-                    PREFETCH,
-                ),
-            ),
+            (produce, (maps, cache, table, items, most, width, row, share, shared, bars, ROWS, PREFETCH)),
         ],
         [4, 4],
         [240, 24],
@@ -293,7 +275,8 @@ def source(static: Static, arch: str) -> TritonSource:
             "PREFETCH": static["prefetch"],
         },
         attrs=dict.fromkeys(("cache", "table", "o", "part", "stat", "items"), 16),
-        options={"num_warps": 4},
+        # the largest logit's weight must be 1: scaled and compared, it must not be scaled anew unrounded
+        options={"num_warps": 4, "enable_fp_fusion": False},
         extra=(add,),
         gluon=True,
     )
