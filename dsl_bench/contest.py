@@ -60,13 +60,14 @@ class Memory:
         resumed: Iterable[Record] = (),
         driver: str = "",
     ) -> Memory:
-        """Winners that still hold here, and those that need another look; the resumed run's races and
-        trials."""
+        """Winners that still hold here (of several the latest search's, in whatever order they are read), and
+        those that need another look; the resumed run's races and trials."""
         known, earlier = list(records), list(resumed)
         past = _Past([*known, *earlier], catalog, gpu, driver)
         memory = Memory()
-        for record in (*known, *earlier):
-            if isinstance(record, Tuned) and record.near:
+        searches = [r for r in known if isinstance(r, Tuned)] + [r for r in earlier if isinstance(r, Tuned)]
+        for record in sorted(searches, key=past.started):
+            if record.near:
                 slot = (record.case.name, record.contender)
                 differs = past.differences(record)
                 if not differs:
@@ -105,7 +106,12 @@ class _Past:
         headers = [r for r in found if isinstance(r, RunHeader)]
         self._drivers = {h.run_id: str(h.environment.get("driver", "")) for h in headers}
         self._gpus = {h.run_id: str(h.environment.get("gpu", "")) for h in headers}
+        self._started = {h.run_id: h.started for h in headers}
         self._built = {r.key: r.toolchain for r in found if isinstance(r, Compiled) and r.toolchain}
+
+    def started(self, tuned: Tuned) -> str:
+        """When the run of a search began, as text that sorts; empty where nobody wrote it down."""
+        return self._started.get(tuned.run_id, "")
 
     def differences(self, tuned: Tuned) -> list[str]:
         """What is not as it was when the winner was found, a line each. What nobody wrote down is not a

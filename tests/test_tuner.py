@@ -377,6 +377,20 @@ def test_what_an_old_record_does_not_say_is_read_from_its_run():
     assert differs == "driver 550, here 580; toolchain toy 0, here toy 1"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_winners_the_later_searchs_counts_wherever_it_stands(turned):
+    session = FakeSession([planned()])
+    found = []
+    for run_id, started, a in (("first", "2026-12-01T00:00:00", 3), ("second", "2026-12-02T00:00:00", 4)):
+        header = RunHeader(1, run_id, started, "", {"gpu": "NVIDIA H200", "driver": "580"})
+        near = [Choice("toy/one", "h1", {"a": a, "b": 2})]
+        found.append((header, winner(run_id=run_id, near=near)))
+    order = reversed(found) if turned else found
+    held = memory(session, *(record for pair in order for record in pair))
+    (tuned,) = held.tuned.values()
+    assert tuned.run_id == "second"
+
+
 def test_a_winner_of_here_counts_more_than_a_later_one_from_elsewhere():
     session = FakeSession([planned()])
     held = memory(session, winner(), winner(gpu="NVIDIA H100"))
