@@ -22,21 +22,15 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 #: what takes longest, in order (beginnings of node ids)
 LONGEST = (
     "tests/test_authoring.py::test_the_page",
-    "tests/test_attention_triton.py::test_interpreter",
+    "tests/test_recorded.py::test_a_seeded",
     "tests/test_kill.py::test_a_parent",
-    "tests/test_inductor_plugin.py",
-    "tests/test_plugins.py",
     "tests/test_new.py::test_a_new",
+    "tests/test_inductor_plugin.py",
+    "tests/test_attention_triton.py::test_interpreter",
+    "tests/test_plugins.py",
+    "tests/test_attention_tilelang.py::test_mla_keeps",
+    "tests/test_tilelang_pitch.py",
     "tests/test_notebooks.py::test_it_runs[04",
-    "tests/test_attention_tilelang.py",
-    "tests/test_layers.py::test_the_parent",
-    "tests/test_disk.py",
-    "tests/test_conformance.py",
-    "tests/test_attention_triton.py",
-    "tests/test_tilelang_compile.py",
-    "tests/test_triton36.py",
-    "tests/test_page.py",
-    "tests/test_notebooks.py",
 )
 
 
