@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_plugin(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "inductor,triton")
 
 
 def test_it_is_a_language_like_any_other(with_plugin: None, cli) -> None:

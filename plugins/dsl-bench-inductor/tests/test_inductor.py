@@ -33,9 +33,9 @@ class TestBackend(BackendConformance):
 
 
 class TestKernels(KernelConformance):
-    kernels = tuple(
-        f"inductor/{name}" for name in ("gemm", "attention_prefill", "attention_decode", "mla_decode")
-    )
+    """One kernel as its author would look at it; the others' smoke cases are the backend's."""
+
+    kernels = ("inductor/gemm",)
     deadline = DEADLINE
 
 
