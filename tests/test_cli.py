@@ -158,7 +158,9 @@ def test_a_full_disk_a_closed_pipe_and_an_ascii_terminal_give_no_traceback(tmp_p
 @pytest.mark.parametrize("seconds", [0.15, 0.6])
 def test_an_early_interrupt_is_one_line(tmp_path, seconds):
     # before this line Python itself was starting, which answers as it likes
-    code = "from dsl_bench.__main__ import main; print('here', flush=True); main()"
+    # (the handler is set anew: what a shell starts in the background begins with interrupts ignored)
+    handler = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{handler}; from dsl_bench.__main__ import main; print('here', flush=True); main()"
     command = [sys.executable, "-c", code, "list"]
     env = {**os.environ, "DSL_BENCH_CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)

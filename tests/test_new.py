@@ -221,6 +221,8 @@ def test_only_what_is_right_on_a_device_is_raced(
         described=[jobs.Described(origin, "ready")],
         kernels=lambda: {"triton/mine": ours},
         workloads=lambda: {"gemm": (origin, info)},
+        backend=lambda name: (origin, None),
+        workload=lambda name: (origin, info),
     )
     asked: list[api.Request] = []
     monkeypatch.setattr(checking.catalogs, "load", lambda *args: catalog)
