@@ -144,7 +144,7 @@ def test_a_row_that_sees_nothing_stays_finite(lazy):
     assert torch.isfinite(acc).all() and (total > 0).all()
 
 
-@pytest.mark.parametrize("name", ["mla_decode"])
+@pytest.mark.parametrize("name", ["attention_prefill", "mla_decode"])
 def test_lazy_sums_are_within_the_bound_where_a_key_dominates(name):
     """A key of a later tile has nearly all the weight and by far the largest values, but its row's maximum
     has not grown by the slack: P of it is no power of two, and what its rounding costs shows in the worst

@@ -43,7 +43,9 @@ def build(d: int, bn: int, groups: int, stages: int, ahead: int, turns: bool, la
 
     Queries lie in ``ahead`` buffers, and the output goes out through the same. ``turns``: warpgroups issue
     their products in turn. ``lazy``: what a row is scaled by follows its maximum only where that has grown by
-    ``host.SLACK``, so that nearly all steps leave the sums as they are."""
+    ``host.SLACK``, so that nearly all steps leave the sums as they are. The greatest P of a step is then no
+    power of two, and may have nearly all the weight of its row: it counts in the row's sum as it was rounded,
+    so that its rounding cancels."""
     tokens, hq, hkv, count, ends = (T.dynamic(x) for x in ("tokens", "hq", "hkv", "count", "ends"))
     bm, math = ROWS * groups, 128 * groups
     few, many = REGISTERS[groups]
@@ -72,6 +74,7 @@ def build(d: int, bn: int, groups: int, stages: int, ahead: int, turns: bool, la
             acc = T.alloc_fragment((bm, d), "float32")
             top = T.alloc_fragment((bm,), "float32")
             old = T.alloc_fragment((bm,), "float32")
+            peak = T.alloc_fragment((bm,), "float32")
             fade = T.alloc_fragment((bm,), "float32")
             part = T.alloc_fragment((bm,), "float32")
             total = T.alloc_fragment((bm,), "float32")
@@ -175,6 +178,7 @@ def build(d: int, bn: int, groups: int, stages: int, ahead: int, turns: bool, la
                             T.copy(top, old)
                             T.reduce_max(s, top, dim=1, clear=False)
                             if lazy:
+                                T.copy(top, peak)
                                 moved = 0
                                 for i in T.Parallel(bm):
                                     if (top[i] - old[i]) * scale > host.SLACK:
@@ -188,6 +192,10 @@ def build(d: int, bn: int, groups: int, stages: int, ahead: int, turns: bool, la
                             T.reduce_sum(s, part, dim=1)
                             for i in T.Parallel(bm):
                                 total[i] = total[i] * fade[i] + part[i]
+                            if lazy:
+                                for i in T.Parallel(bm):
+                                    peak[i] = T.exp2(peak[i] * scale - top[i] * scale)
+                                    total[i] += T.cast(T.cast(peak[i], dtype), "float32") - peak[i]
                             T.wait_wgmma(0)
                             T.warpgroup_fence_operand(acc, num_regs=bm * d // math)
                             if T.shuffle_elect(32):
