@@ -28,7 +28,7 @@ LEAST = 200
 #: for each case and language: three cases and three languages make 234 trials, more than LEAST
 TRIALS = 26
 #: the longest silence of the device worker and of a compiler, in seconds
-DEVICE_S, COMPILER_S = 8.0, 60.0
+DEVICE_S, COMPILER_S = 8.0, 30.0
 
 
 def hazards() -> Any:
