@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsl_bench import api, jobs, store
+from dsl_bench import api, environment, jobs, store
 from dsl_bench import catalog as catalogs
+from dsl_bench.contest import Memory
 from dsl_bench.errors import UsageError
 from dsl_bench.jobs import Included, ProfileJob, Refused
-from dsl_bench.records import CaseRef, Choice, Record, Tuned
+from dsl_bench.records import CaseRef, Choice, Record
 from dsl_bench.session import Progressor, Session
 
 Row = dict[str, Any]
@@ -150,13 +151,14 @@ def rows(request: api.Request, show: Progressor) -> list[Row]:
     if not ready:
         reasons = "; ".join(f"{n}: {catalog.backend(n)[1].targets['device'].reason}" for n in names)
         raise UsageError(f"nothing to profile on this machine ({reasons})")
-    tuned = [r for r in store.read(request.winners)[0] if isinstance(r, Tuned)] if request.winners else []
+    records = store.read(request.winners)[0] if request.winners else []
+    memory = Memory.of(records, catalog, str(environment.collect().get("gpu", "")))
     found: list[Row] = []
     for workload, cases in work.items():
         with Session(catalog, _Nowhere(), "profile", request.settings, show) as session:
             for case in cases:
                 for name in ready:
-                    found += _profile(session, ncu, workload, case, name, request.kernels, tuned)
+                    found += _profile(session, ncu, workload, case, name, request.kernels, memory)
     return found
 
 
@@ -172,17 +174,17 @@ def _profile(
     case: CaseRef,
     backend: str,
     kernels: Sequence[str],
-    tuned: Sequence[Tuned],
+    memory: Memory,
 ) -> list[Row]:
     hashes = session.catalog.hashes()
+    slot = (case.name, backend)
+    tuned = memory.tuned.get(slot) or memory.stale.get(slot, (None, ""))[0]
     won = [
         c
-        for t in tuned
-        if t.case.name == case.name and t.contender == backend
-        for c in t.near[:1]
+        for c in (tuned.near[:1] if tuned else [])
         if hashes.get(c.kernel) == c.kernel_hash and (not kernels or c.kernel in kernels)
     ]
-    wanted = [Included(c.kernel, case.name, c.config) for c in won[-1:]]
+    wanted = [Included(c.kernel, case.name, c.config) for c in won]
     planned = [p for p in session.plan(backend, [case], 0, kernels, wanted) if p.candidates]
     if wanted:
         planned = [p for p in planned if p.kernel == wanted[0].kernel]
