@@ -7,6 +7,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from dsl_bench import environment, offline, store
 from dsl_bench.catalog import Catalog
 from dsl_bench.contest import Memory, contenders
 from dsl_bench.errors import DslBenchError, NothingMatched, UsageError, unknown
+from dsl_bench.headstart import HeadStart, gpu_lock
 from dsl_bench.jobs import KernelInfo, WorkloadInfo
 from dsl_bench.records import (
     REGIMES,
@@ -30,7 +32,7 @@ from dsl_bench.records import (
     Skip,
 )
 from dsl_bench.runner import Runner
-from dsl_bench.session import Progressor, Session, Settings, gpu_lock
+from dsl_bench.session import Progressor, Session, Settings
 
 TargetChoice = Literal["auto", "device", "interpret", "compile"]
 
@@ -222,15 +224,24 @@ def run(request: Request, show: Progressor | None = None, catalog: Catalog | Non
     """Do what the request says with what this machine has; see :class:`Report`. ``catalog`` is for those who
     loaded the one of the request's plugins already."""
     show = show or Progressor()
+    with HeadStart() as head:
+        return _run(request, show, catalog, head)
+
+
+def _run(request: Request, show: Progressor, catalog: Catalog | None, head: HeadStart) -> Report:
     if request.resume and request.out and request.resume.resolve() != request.out.resolve():
         raise UsageError(f"--resume {request.resume} goes on in that file: leave --out {request.out} away")
     missing = [p for p in request.winners if not Path(p).exists()]
     if missing:
         raise UsageError(f"no results to take winners from at {missing[0]}")
-    catalog = catalog or catalogs.load(request.plugins, show.say)
+    _start_ahead(request, head)
+    with ThreadPoolExecutor(1) as threads:
+        machine = threads.submit(environment.collect)
+        catalog = catalog or catalogs.load(request.plugins, show.say, nursery=head.nursery)
+    head.mark("described")
     work = work_of(catalog, request)
     catalogs.require_cache()
-    env = environment.collect()
+    env = machine.result()
     target = _target(request, env)
     run_id = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ") + "-" + secrets.token_hex(2)
     path = request.resume or request.out or Path("runs") / f"{run_id}.jsonl"
@@ -238,7 +249,7 @@ def run(request: Request, show: Progressor | None = None, catalog: Catalog | Non
     with store.Writer(path) as writer:
         tee = _Tee(writer, str(env.get("gpu", "")), earlier)
         tee.write(_header(run_id, request, env))
-        with Session(catalog, tee, run_id, request.settings, show) as session:
+        with Session(catalog, tee, run_id, request.settings, show, head) as session:
             report = Report(path, tee.records, target=target, problems=[str(p) for p in problems])
             report.failed += _note_problems(session, request)
             try:
@@ -253,6 +264,14 @@ def run(request: Request, show: Progressor | None = None, catalog: Catalog | Non
                 report.interrupted = True
             report.failed += session.plan_failures
     return report
+
+
+def _start_ahead(request: Request, head: HeadStart) -> None:
+    """Needed whatever the plugins say: torch on the device worker, and the languages that are named."""
+    if request.target in ("auto", "device"):
+        head.torch()
+    if request.target != "interpret":
+        head.languages(request.backends or [k.partition("/")[0] for k in request.kernels])
 
 
 def _note_problems(session: Session, request: Request) -> int:

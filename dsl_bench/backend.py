@@ -56,6 +56,9 @@ class Backend:
     role: Literal["language", "vendor"] = "language"
     #: the package whose modules hold this backend's kernels, each ending in ``KERNELS = (Kernel(…), …)``
     kernel_package: str = ""
+    #: modules that ``compile()`` imports: where named, they are imported once, in a process that sees no GPU
+    #: and from which the compile workers are forked. For a language whose import starts no thread
+    ahead: Sequence[str] = ()
     #: what the last ``kernels()`` had to leave out, a line each
     problems: Sequence[str] = ()
 

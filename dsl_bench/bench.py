@@ -99,14 +99,18 @@ class Bench:
 
     def kernel(self, racer: Racer) -> Kernel:
         """The kernel behind a racer. KernelFault where its plugin tampered with something at import."""
-        for origin in (racer.backend, *racer.extra):
-            if origin not in self._offences:
-                self._offences[origin] = self._offence(origin)
+        self.meet((racer.backend, *racer.extra))
         kernel = self.shelf.kernels(racer.backend, racer.extra)[racer.choice.kernel]
         offence = self._offences[self.shelf.owner(kernel.id)]
         if offence is not None:
             raise offence
         return kernel
+
+    def meet(self, origins: Sequence[jobs.Origin]) -> None:
+        """Load plugins, each once and watched; what one tampers with is held against its kernels later."""
+        for origin in origins:
+            if origin not in self._offences:
+                self._offences[origin] = self._offence(origin)
 
     def _offence(self, origin: jobs.Origin) -> KernelFault | None:
         """Load one plugin by itself: what it changes is undone, and held against its own kernels alone."""

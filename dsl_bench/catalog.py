@@ -22,9 +22,10 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
-from dsl_bench import jobs, registry
+from dsl_bench import jobs, keeping, registry
 from dsl_bench.errors import NothingMatched, UsageError, unknown
 from dsl_bench.jobs import BackendInfo, Described, KernelInfo, Origin, TargetInfo, WorkloadInfo
+from dsl_bench.nursery import Nursery, Zygote
 from dsl_bench.pool import Outcome, Worker
 from dsl_bench.records import CaseRef
 
@@ -50,13 +51,6 @@ def require_cache() -> None:
             f"cannot write to the cache {cache_dir()}: {fault.strerror or fault}; "
             "DSL_BENCH_CACHE_DIR names another folder"
         ) from fault
-
-
-class _Cached(msgspec.Struct, frozen=True):
-    """A description on disk, with the size and time of every file behind its kernels."""
-
-    stamps: dict[str, tuple[int, int]]
-    described: Described
 
 
 @dataclass(frozen=True)
@@ -130,17 +124,22 @@ class Catalog:
 
 
 def load(
-    paths: Sequence[str] = (), note: Callable[[str], None] = lambda text: None, probe: bool = True
+    paths: Sequence[str] = (),
+    note: Callable[[str], None] = lambda text: None,
+    probe: bool = True,
+    nursery: Nursery | None = None,
 ) -> Catalog:
     """Describe every installed plugin and the files at ``paths``.
 
-    ``probe`` False is for those who only read: targets that were not ready are not asked again."""
+    ``probe`` False is for those who only read: targets that were not ready are not asked again. Backends that
+    have a process in ``nursery`` are described in forks of it."""
     found = registry.origins(paths)
     if not any(o.kind in ("backend", "workload") for o in found) and "DSL_BENCH_BACKENDS" not in os.environ:
         raise UsageError("no plugin is installed, not even our own: run `pip install -e .` again")
     clashes = registry.duplicates(found)
     unique = [o for o in found if (o.kind, o.name) not in clashes]
-    with contextlib.closing(_Describer(note, probe)) as describer:
+    with contextlib.closing(_Describer(note, probe, nursery)) as describer:
+        describer.foresee(unique)
         described = _describe_all(unique, describer)
     for (kind, name), owners in clashes.items():
         who = " and ".join(f"{o.dist} ({o.value})" for o in owners)
@@ -174,14 +173,17 @@ def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Descri
             row = describer.describe(origin, added(row.backend.name))
         return row
 
-    with ThreadPoolExecutor(max_workers=min(4, len(found) or 1)) as threads:
+    with ThreadPoolExecutor(max_workers=min(max(4, os.cpu_count() or 1), len(found) or 1)) as threads:
         try:
+            plain = [o for o in found if o.kind == "workload"]
+            begun = threads.map(lambda o: describer.describe(o, ()), plain)
             files = [o for o in found if o.kind in ("kernel", "file")]
             adders = dict(zip(files, threads.map(lambda o: describer.describe(o, ()), files), strict=True))
             rows |= adders
             again = [o for o, d in adders.items() if d.backend is not None and added(d.backend.name)]
-            rest = [o for o in found if o not in rows or o in again]
+            rest = [o for o in found if o.kind != "workload" and (o not in rows or o in again)]
             rows |= dict(zip(rest, threads.map(describe, rest), strict=True))
+            rows |= dict(zip(plain, begun, strict=True))
         except BaseException:
             describer.stop.set()
             raise
@@ -232,27 +234,34 @@ def _with_lost_kernels(described: Iterable[Described]) -> list[Described]:
 class _Describer:
     """Describes origins in workers, or from the cache."""
 
-    def __init__(self, note: Callable[[str], None], probe: bool) -> None:
+    def __init__(self, note: Callable[[str], None], probe: bool, nursery: Nursery | None = None) -> None:
         self.stop = threading.Event()
+        self._nursery = nursery or Nursery()
         self._note = note
         self._probe = probe
         self._prints = registry.Fingerprints()
         self._probers: dict[str, tuple[threading.Lock, Worker]] = {}
         self._starting = threading.Lock()
 
+    def foresee(self, origins: Iterable[Origin]) -> None:
+        """Start the processes that will be asked what forks cannot see."""
+        for origin in origins:
+            if self._nursery.of(origin) is not None:
+                self._prober(origin)[1].start()
+
     def describe(self, origin: Origin, extra: tuple[Origin, ...]) -> Described:
         """What ``origin`` holds; a backend with the kernels that ``extra`` add to it."""
         extra = extra if origin.kind in ("backend", "file") else ()
         path = cache_dir() / "described" / f"{self._cache_name(origin, extra)}.json"
-        held = _read_cached(path)
+        held = keeping.read(path)
         if held is not None:
             held = self._asked_again(held)
         if held is not None:
             return held
         self._note(f"reading {origin.kind} {origin.name}")
-        described = _from_outcome(origin, self._run(jobs.Describe(origin, extra)))
-        if _worth_caching(described):
-            _write(path, msgspec.json.encode(_Cached(_stamps(described), described)))
+        described = self._described_in(origin, extra, self._zygote_of(origin))
+        if keeping.worth(described):
+            keeping.write(path, described)
         return described
 
     def _asked_again(self, held: Described) -> Described | None:
@@ -269,21 +278,33 @@ class _Describer:
             held, backend=msgspec.structs.replace(info, targets=info.targets | fresh)
         )
 
-    def _run(self, job: jobs.Job) -> Outcome:
-        worker = _describer()
+    def _zygote_of(self, origin: Origin) -> Zygote | None:
+        return self._nursery.only() if origin.kind == "file" else self._nursery.of(origin)
+
+    def _described_in(self, origin: Origin, extra: tuple[Origin, ...], zygote: Zygote | None) -> Described:
+        worker = _describer(zygote)
         try:
-            return worker.run(job, DESCRIBE_SECONDS, stop=self.stop)
+            outcome = worker.run(jobs.Describe(origin, extra), DESCRIBE_SECONDS, stop=self.stop)
         finally:
             worker.kill()
+        described = _from_outcome(origin, outcome)
+        if not worker.forked or (outcome.refused and outcome.refused.check != "process"):
+            return described
+        # a fork does not see the GPU: what it found not ready is asked of a process that does
+        seen = self._asked_again(described) if outcome.done else None
+        return seen or self._described_in(origin, extra, None)
 
     def _ask(self, job: jobs.ProbeJob) -> Outcome:
         """Ask in a process that the backends of one distribution share: most of what a probe takes is the
         start of Python and of torch. A backend that dies or hangs there is described anew, by itself."""
-        owner = job.origin.value if job.origin.kind == "file" else job.origin.dist
-        with self._starting:
-            lock, worker = self._probers.setdefault(owner, (threading.Lock(), _describer()))
+        lock, worker = self._prober(job.origin)
         with lock:
             return worker.run(job, DESCRIBE_SECONDS, stop=self.stop)
+
+    def _prober(self, origin: Origin) -> tuple[threading.Lock, Worker]:
+        owner = origin.value if origin.kind == "file" else origin.dist
+        with self._starting:
+            return self._probers.setdefault(owner, (threading.Lock(), _describer()))
 
     def close(self) -> None:
         """End the shared processes."""
@@ -296,37 +317,8 @@ class _Describer:
         return f"{origin.kind}-{name}-{hashlib.sha256(prints.encode()).hexdigest()[:32]}"
 
 
-def _describer() -> Worker:
-    return Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"})
-
-
-def _read_cached(path: Path) -> Described | None:
-    try:
-        cached = msgspec.json.decode(path.read_bytes(), type=_Cached)
-    except (OSError, msgspec.MsgspecError):
-        return None
-    return cached.described if cached.stamps == _stamps(cached.described) else None
-
-
-def _stamps(described: Described) -> dict[str, tuple[int, int]]:
-    """Time and size of every file behind the kernels (zeros where it is gone)."""
-    kernels = [*(described.backend.kernels if described.backend else ()), *described.kernels]
-    stamps = {}
-    for name in sorted({f for k in kernels for f in k.files}):
-        try:
-            stat = Path(name).stat()
-            stamps[name] = (stat.st_mtime_ns, stat.st_size)
-        except OSError:
-            stamps[name] = (0, 0)
-    return stamps
-
-
-def _worth_caching(described: Described) -> bool:
-    """Not what may be mended without any file of ours changing."""
-    info = described.backend
-    if described.state != "ready" or described.problems:
-        return False
-    return info is None or (not info.problems and any(t.ready for t in info.targets.values()))
+def _describer(zygote: Zygote | None = None) -> Worker:
+    return Worker("describe", {"CUDA_MODULE_LOADING": "LAZY"}, zygote)
 
 
 def _from_outcome(origin: Origin, outcome: Outcome) -> Described:
@@ -335,15 +327,6 @@ def _from_outcome(origin: Origin, outcome: Outcome) -> Described:
     refused = outcome.refused
     reason = refused.reason if refused else "no answer"
     return Described(origin, "failed", reason, refused.traceback if refused else "")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Best effort: a cache that cannot be written costs time only."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
 
 
 def own_cases(

@@ -66,14 +66,14 @@ class Memory:
         past = _Past([*known, *earlier], catalog, gpu, driver)
         memory = Memory()
         searches = [r for r in known if isinstance(r, Tuned)] + [r for r in earlier if isinstance(r, Tuned)]
-        for record in sorted(searches, key=past.started):
-            if record.near:
-                slot = (record.case.name, record.contender)
-                differs = past.differences(record)
+        for tuned in sorted(searches, key=past.started):
+            if tuned.near:
+                slot = (tuned.case.name, tuned.contender)
+                differs = past.differences(tuned)
                 if not differs:
-                    memory.tuned[slot] = record
-                elif past.better(record, memory.stale.get(slot)):
-                    memory.stale[slot] = (record, "; ".join(differs))
+                    memory.tuned[slot] = tuned
+                elif past.better(tuned, memory.stale.get(slot)):
+                    memory.stale[slot] = (tuned, "; ".join(differs))
         for record in earlier:
             if isinstance(record, Race):
                 memory.raced.add((record.case.name, record.regime, record.process))

@@ -10,8 +10,9 @@ import msgspec
 from dsl_bench import catalog as catalogs
 from dsl_bench import environment, jobs
 from dsl_bench.catalog import Catalog
+from dsl_bench.headstart import gpu_lock
 from dsl_bench.pool import Worker
-from dsl_bench.session import Progressor, gpu_lock
+from dsl_bench.session import Progressor
 
 DOCTOR_SECONDS = 120.0
 

@@ -65,6 +65,8 @@ class BackendInfo(msgspec.Struct, frozen=True):
     toolchain: str
     kernels: list[KernelInfo]
     problems: list[str]
+    #: whether its compile workers may be forked from one process that has its language imported
+    ahead: bool = False
 
 
 class WorkloadInfo(msgspec.Struct, frozen=True):
@@ -170,10 +172,12 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class PreloadJob(msgspec.Struct, frozen=True, tag="preload"):
-    """Import what later jobs will need, while there is nothing else to do."""
+    """Import what later jobs will need, while there is nothing else to do. ``context`` False: the device
+    worker does not touch the GPU yet, which may be another's."""
 
     backends: tuple[Origin, ...]
     extra: tuple[Origin, ...] = ()
+    context: bool = True
 
 
 class CompileJob(msgspec.Struct, frozen=True, tag="compile_job"):

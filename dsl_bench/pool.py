@@ -22,6 +22,7 @@ from typing import IO, Literal
 
 from dsl_bench import jobs
 from dsl_bench.jobs import Done, Job, Partial, Progress, Refused
+from dsl_bench.nursery import Forked, Nursery, Zygote, worker_env
 
 Role = Literal["describe", "compile", "device", "interpret"]
 #: seconds that a fresh worker may take beyond the deadline: the start of Python, and of torch where the
@@ -43,21 +44,25 @@ class Outcome:
 
 
 class Worker:
-    """One worker process and the job it is doing. Not shared between threads."""
+    """One worker process and the job it is doing. Not shared between threads. It is forked from ``zygote``
+    where there is one that can."""
 
-    def __init__(self, role: Role, env: dict[str, str] | None = None) -> None:
+    def __init__(self, role: Role, env: dict[str, str] | None = None, zygote: Zygote | None = None) -> None:
         self.role = role
         self._env = env or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._zygote = zygote
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._log: IO[bytes] | None = None
         self._buffer = b""
         self._fresh = False
+        #: whether the last process was a fork, which sees no GPU
+        self.forked = False
 
-    def start(self) -> None:
+    def start(self, stop: threading.Event | None = None) -> None:
         """Start the process unless there is one. It dies with the *thread* that calls this: so a worker that
         several threads use is started by the one that outlives them."""
         if self._process is None or self._process.poll() is not None:
-            self._start()
+            self._start(stop)
 
     def run(
         self,
@@ -68,7 +73,9 @@ class Worker:
     ) -> Outcome:
         """Send ``job`` and wait; ``deadline`` is the longest silence in seconds between two replies."""
         outcome = Outcome()
-        self.start()
+        self.start(stop)
+        if stop is not None and stop.is_set():
+            return self._expired(outcome, deadline, stop)
         if not self._send(job):
             return self._died(outcome)
         limit = time.monotonic() + deadline + (START_SECONDS[self.role] if self._fresh else 0.0)
@@ -116,25 +123,24 @@ class Worker:
         self._log.seek(max(0, self._log.tell() - size))
         return self._log.read().decode(errors="replace").strip()
 
-    def _start(self) -> None:
+    def _start(self, stop: threading.Event | None = None) -> None:
         self.kill()
         self._buffer = b""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
-        env = {**os.environ, **ROLE_ENV.get(self.role, {}), **self._env, "DSL_BENCH_PARENT": str(os.getpid())}
-        # a folder called triton or kernels where the command is run must not hide the package of that name:
-        # not the working directory (-P), nor an empty entry of PYTHONPATH, which means the same
-        path = filter(None, env.pop("PYTHONPATH", "").split(os.pathsep))
-        env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dsl_bench.worker", self.role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=env,
-            start_new_session=True,
-            bufsize=0,
-        )
         self._fresh = True
+        if self._zygote is not None:
+            self._process = self._zygote.fork(self.role, self._env, self._log, stop)
+        self.forked = self._process is not None
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dsl_bench.worker", self.role],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=worker_env({**ROLE_ENV.get(self.role, {}), **self._env}),
+                start_new_session=True,
+                bufsize=0,
+            )
 
     def _send(self, job: Job) -> bool:
         assert self._process is not None and self._process.stdin is not None
@@ -192,9 +198,12 @@ def _exit_words(code: int | None) -> str:
 
 
 class Pool:
-    """N workers of one role behind a queue; each result is delivered to a callback in a pool thread."""
+    """N workers of one role behind a queue; each result is delivered to a callback in a pool thread. A job's
+    backend that has a process in ``nursery`` gets workers from there."""
 
-    def __init__(self, role: Role, size: int, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, role: Role, size: int, env: dict[str, str] | None = None, nursery: Nursery | None = None
+    ) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, Job | None, float, Callable[[Outcome], None]]] = (
             queue.PriorityQueue()
         )
@@ -202,6 +211,7 @@ class Pool:
         self._count = 0
         self._role: Role = role
         self._env = env
+        self._nursery = nursery or Nursery()
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(size)]
         for thread in self._threads:
             thread.start()
@@ -210,6 +220,10 @@ class Pool:
         """Queue ``job``; lower ``priority`` first, then in order of submission."""
         self._count += 1
         self._queue.put((priority, self._count, job, deadline, done))
+
+    def stop(self) -> None:
+        """Drop what is queued and under way; to be closed afterwards."""
+        self._stop.set()
 
     def close(self) -> None:
         """Drop what is queued, end the workers and wait for the threads."""
@@ -221,12 +235,22 @@ class Pool:
             thread.join()
 
     def _serve(self) -> None:
-        worker = Worker(self._role, self._env)
+        workers: dict[Zygote | None, Worker] = {}
         try:
             while not self._stop.is_set():
                 _, _, job, deadline, done = self._queue.get()
                 if job is None:
                     break
+                zygote = self._zygote_of(job)
+                worker = workers.setdefault(zygote, Worker(self._role, self._env, zygote))
                 done(worker.run(job, deadline, stop=self._stop))
         finally:
-            worker.kill()
+            for worker in workers.values():
+                worker.kill()
+
+    def _zygote_of(self, job: Job) -> Zygote | None:
+        """The process that has the job's language; None, and so one worker for them all, where none can."""
+        origins = [job.backend] if isinstance(job, jobs.CompileJob) else []
+        origins += job.backends[:1] if isinstance(job, jobs.PreloadJob) else []
+        found = [self._nursery.of(origin) for origin in origins]
+        return next((z for z in found if z is not None and z.fit(self._stop)), None)

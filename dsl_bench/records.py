@@ -302,7 +302,8 @@ class Ledger(msgspec.Struct, frozen=True, tag="ledger"):
     ``misses`` artifacts were compiled, ``cached`` more were found on disk and ``hits`` times one served a
     further config or case. ``bounds`` counts searches by what ended them. ``device_started`` counts the
     programs that the device worker started, by name: an assembler or compiler among them would mean that what
-    the pool had compiled was not used; ``loaded`` counts the artifacts that it loaded instead."""
+    the pool had compiled was not used; ``loaded`` counts the artifacts that it loaded instead. ``timeline``
+    holds the seconds since the start of the command at which it came to something first or last."""
 
     run_id: str
     device: dict[str, float]
@@ -316,6 +317,7 @@ class Ledger(msgspec.Struct, frozen=True, tag="ledger"):
     bounds: dict[str, int] = msgspec.field(default_factory=dict)
     spent: dict[str, Spent] = msgspec.field(default_factory=dict)
     device_started: dict[str, int] = msgspec.field(default_factory=dict)
+    timeline: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Interpreted(msgspec.Struct, frozen=True, tag="interpret"):

@@ -6,13 +6,10 @@ here survives a worker's death: the verdict is recorded and a fresh worker goes 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +18,8 @@ import msgspec
 
 from dsl_bench import jobs
 from dsl_bench.catalog import Catalog, cache_dir
-from dsl_bench.errors import RecordError, UsageError
+from dsl_bench.errors import RecordError
+from dsl_bench.headstart import HeadStart
 from dsl_bench.jobs import (
     Built,
     Candidate,
@@ -96,29 +94,17 @@ class Clock:
         return self._limit is not None and self.elapsed() >= self._limit
 
 
-@contextlib.contextmanager
-def gpu_lock(uuid: str) -> Iterator[None]:
-    """Hold the one lock of a GPU; it goes with the process that holds it."""
-    path = Path(tempfile.gettempdir()) / f"dsl_bench-{uuid}.lock"
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as fault:
-            file.seek(0)
-            raise UsageError(
-                f"GPU {uuid} is in use by another dsl-bench run (pid {file.read() or '?'})"
-            ) from fault
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
 class Session:
     """Holds workers and futures; closed by ``with``."""
 
     def __init__(
-        self, catalog: Catalog, sink: Sink, run_id: str, settings: Settings, show: Progressor
+        self,
+        catalog: Catalog,
+        sink: Sink,
+        run_id: str,
+        settings: Settings,
+        show: Progressor,
+        head: HeadStart | None = None,
     ) -> None:
         self.catalog = catalog
         self.sink = sink
@@ -126,7 +112,8 @@ class Session:
         self.settings = settings
         self.show = show
         self.clock = Clock(settings.time_limit)
-        self.device = Worker("device", {"CUDA_MODULE_LOADING": "EAGER"})
+        self.head = head or HeadStart()
+        self.device = self.head.device
         self.ledger: dict[str, float] = {}
         self.compile_seconds: dict[str, float] = {}
         self.hits = 0
@@ -137,8 +124,7 @@ class Session:
         self._sent: set[str] = set()
         #: bytes of shared memory that a block may use on the device
         self.smem_limit = SMEM_LIMIT
-        self._warming: threading.Thread | None = None
-        self._cooling = threading.Event()
+        self._preloaded = False
         self._unplannable: set[tuple[str, str]] = set()
         self._pool: Pool | None = None
         self._built: dict[str, Built | Refused] = {}
@@ -150,36 +136,35 @@ class Session:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._cooling.set()
+        if self._pool is not None:
+            self._pool.stop()
+        self.head.close()
         if self._pool is not None:
             self._pool.close()
-        if self._warming is not None:
-            self._warming.join()
-        self.device.kill()
 
     # -- starting -------------------------------------------------------------------------------------
 
     def preload(self, backends: Sequence[str]) -> None:
         """Let the pool and the device worker import what they will need, while planning goes on here."""
-        if self._warming is not None:
+        if self._preloaded:
             return
-        roles = self.catalog.backends()
-        origins = tuple(roles[n][0] for n in backends if roles[n][1].role == "language")
-        job = jobs.PreloadJob(origins, self.catalog.extra)
-        for _ in range(self.settings.compile_workers if origins else 0):
-            self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: None, -1)
-
-        self.device.start()
-
-        def warm() -> None:
-            self.device.run(job, self.settings.deadline, stop=self._cooling)
-
-        self._warming = threading.Thread(target=warm, daemon=True)
-        self._warming.start()
+        self._preloaded = True
+        held = self.catalog.backends()
+        infos = [held[n] for n in backends if held[n][1].role == "language"]
+        origins = tuple(origin for origin, _ in infos)
+        self.head.warm(jobs.PreloadJob(origins, self.catalog.extra), self.settings.deadline)
+        alone = tuple(origin for origin, info in infos if info.ahead)
+        self.head.nursery.open(alone)
+        together = tuple(origin for origin in origins if origin not in alone)
+        for group in [*((origin,) for origin in alone), *([together] if together else [])]:
+            job = jobs.PreloadJob(group, self.catalog.extra)
+            for _ in range(self.settings.compile_workers):
+                self._compilers().submit(job, COMPILE_SECONDS, lambda outcome: None, -1)
 
     def _compilers(self) -> Pool:
         if self._pool is None:
-            self._pool = Pool("compile", self.settings.compile_workers, {"CUDA_VISIBLE_DEVICES": ""})
+            hidden = {"CUDA_VISIBLE_DEVICES": ""}
+            self._pool = Pool("compile", self.settings.compile_workers, hidden, self.head.nursery)
         return self._pool
 
     # -- planning -------------------------------------------------------------------------------------
@@ -206,7 +191,7 @@ class Session:
             self.workload_origin(cases[0].workload) if cases else None,
             self.settings.prune,
         )
-        worker = Worker("describe")
+        worker = Worker("describe", zygote=self.head.nursery.of(origin))
         try:
             outcome = worker.run(job, COMPILE_SECONDS)
         finally:
@@ -216,6 +201,7 @@ class Session:
         else:
             assert outcome.refused is not None
             planned = self._unplanned(backend, cases, kernels, outcome.refused.reason)
+        self.head.latest("planned")
         known = self.catalog.hashes()
         return [self._noted(p, known) for p in planned]
 
@@ -310,6 +296,8 @@ class Session:
             except RecordError as fault:
                 # in a thread of the pool nobody would hear of it: raised where the run waits
                 self._unwritable = fault
+            self.head.mark("first artifact")
+            self.head.latest("last artifact")
             self._built[job.key] = result
             self._changed.notify_all()
 
@@ -363,15 +351,21 @@ class Session:
                 self.show.say(reply.stage)
 
         self._sent |= {r.choice.key for r in getattr(job, "racers", ())}
-        if self._warming is not None:
-            self._warming.join()
-        outcome = self.device.run(job, self.settings.deadline, hear)
+        device = self.head.settled()
+        self.head.mark(f"first {job_name(job)}")
+        outcome = device.run(job, self.settings.deadline, hear)
+        self.head.latest(f"last {job_name(job)}")
         if outcome.done is not None:
             for name, seconds in outcome.done.ledger.items():
                 self.ledger[name] = self.ledger.get(name, 0.0) + seconds
             for name, count in outcome.done.started.items():
                 self.started[name] = self.started.get(name, 0) + count
         return outcome
+
+    def timeline(self) -> dict[str, float]:
+        """Seconds from the start of the command until it came to what, in order."""
+        self.head.latest("finished")
+        return dict(sorted(self.head.marks.items(), key=lambda mark: mark[1]))
 
     @property
     def loaded(self) -> int:
@@ -380,13 +374,16 @@ class Session:
 
     def fresh_device(self) -> None:
         """End the device worker; the next job starts another one."""
-        if self._warming is not None:
-            self._warming.join()
-        self.device.kill()
+        self.head.settled().kill()
 
     def workload_origin(self, name: str) -> Origin:
         """Where the workload called ``name`` comes from."""
         return self.catalog.workload(name)[0]
+
+
+def job_name(job: jobs.Job) -> str:
+    """A job of the device as a timeline calls it."""
+    return type(job).__name__.removesuffix("Job").lower()
 
 
 def done_value(done: Done, kind: Any) -> Any:

@@ -18,19 +18,19 @@ from dsl_bench.contest import Contender, Contest, Memory, TrialKey
 from dsl_bench.jobs import Built
 from dsl_bench.records import CaseRef, Choice, Failure, Trial, Tuned
 from dsl_bench.session import Session, done_value
-from dsl_bench.strategies import Listed, Point, Result, Strategy
+from dsl_bench.strategies import Label, Listed, Point, Result, Strategy
 from dsl_bench.transfer import Lessons
 from dsl_bench.trials import Bench
 
-#: seconds that the device idles before it takes a case of which not all contenders are ready: their buffers
-#: and the reference will have to be made again for the others
+#: seconds that the device idles before it goes over to a case of which not all is ready: its buffers and the
+#: reference will have to be made again for the others
 PATIENCE = 0.5
 
 
 @dataclass
 class _Search:
     """One contender's search on one case. ``asked`` is what it waits for, ``told`` what is known of the same
-    round already."""
+    round already, ``round`` their order."""
 
     case: CaseRef
     rival: Contender
@@ -41,6 +41,7 @@ class _Search:
     turn: int
     asked: list[Point] = field(default_factory=list)
     told: list[Result] = field(default_factory=list)
+    round: dict[Label, int] = field(default_factory=dict)
     results: list[Result] = field(default_factory=list)
     retimed: int = 0
     compile_seconds: dict[str, float] = field(default_factory=dict)
@@ -61,8 +62,9 @@ class _Search:
             self.failures[trial.status] += 1
         return Result(point, trial.median_ns if trial.status == "ok" else None)
 
-    def tell(self, results: Sequence[Result]) -> None:
-        """Hand a whole round to the strategy."""
+    def tell(self) -> None:
+        """Hand a whole round to the strategy, in the order in which it was asked for."""
+        results, self.told = sorted(self.told, key=lambda r: self.round[r.point.label]), []
         seen = {r.point.label for r in self.results}
         self.retimed += sum(r.point.label in seen for r in results)
         self.results += results
@@ -92,6 +94,8 @@ class Tuner:
         self.unfinished: list[str] = []
         self.failed = 0
         self._idle_since = time.monotonic()
+        #: the case whose buffers the device holds
+        self._held = ""
 
     def search(
         self, cases: Sequence[CaseRef], rivals: Sequence[Contender], trials: int, again: bool = False
@@ -170,11 +174,12 @@ class Tuner:
             search.strategy.prefer(self.lessons.hints(search.rival.name, search.case))
             asked = search.strategy.ask(max(0, search.budget - search.tried))
             known = [(p, self.memory.trials.get(_key(search.case, p))) for p in asked]
+            search.round = {p.label: place for place, p in enumerate(asked)}
             search.told = [search.book(p, trial) for p, trial in known if trial is not None]
             search.asked = [p for p, trial in known if trial is None]
             if search.asked or not asked:
                 break
-            search.tell(search.told)
+            search.tell()
         for point in search.asked:
             self.session.compile(point.kernel, point.candidate, search.turn)
 
@@ -192,22 +197,24 @@ class Tuner:
                 left.append(full)
         return left
 
-    def _ready(self, search: _Search) -> bool:
-        return all(self.session.built(p.candidate.key) is not None for p in search.asked)
+    def _ready(self, search: _Search) -> list[Point]:
+        return [p for p in search.asked if self.session.built(p.candidate.key) is not None]
 
     def _batch(self, active: Sequence[_Search]) -> list[_Search]:
-        """The searches of one case that the device can take now: of a case that is ready as a whole, or,
-        rather than idle on, of one that is ready in part."""
+        """The searches of one case that the device can take now, as far as they are ready: of the case that
+        it is at, else of one that is ready as a whole, or, rather than idle on, of one that is in part."""
         groups: dict[str, list[_Search]] = {}
         for search in active:
             groups.setdefault(search.case.name, []).append(search)
-        partial: list[_Search] = []
-        for group in groups.values():
-            ready = [s for s in group if self._ready(s)]
-            if len(ready) == len(group):
-                return ready
-            partial = partial or ready
-        return partial if time.monotonic() - self._idle_since > PATIENCE else []
+        ready = {name: [s for s in group if self._ready(s)] for name, group in groups.items()}
+        if ready.get(self._held):
+            return ready[self._held]
+        for name, group in groups.items():
+            if all(len(self._ready(s)) == len(s.asked) for s in group):
+                return ready[name]
+        if len(groups) > 1 and time.monotonic() - self._idle_since <= PATIENCE:
+            return []
+        return next((found for found in ready.values() if found), [])
 
     def _wait(self) -> None:
         done, asked = self.session.progress()
@@ -217,18 +224,22 @@ class Tuner:
     # -- trying and settling --------------------------------------------------------------------------
 
     def _try(self, searches: Sequence[_Search]) -> None:
-        """One round of one case's searches on the device."""
-        owners = [(s, p) for s in searches for p in s.asked]
+        """What is ready of one case's searches on the device; a round that is complete is followed by the
+        next."""
+        owners = [(s, p) for s in searches for p in self._ready(s)]
         choices = [(p, self.contest.choice(p)) for _, p in owners]
-        told: dict[int, list[Result]] = {id(s): list(s.told) for s in searches}
+        self._held = searches[0].case.name
         for (search, point), trial in zip(owners, self.bench.run(searches[0].case, choices), strict=True):
             built = self.session.built(point.candidate.key)
             if isinstance(built, Built):
                 search.compile_seconds[built.key] = built.seconds
+            search.asked.remove(point)
             if trial is not None:
-                told[id(search)].append(search.book(point, trial))
+                search.told.append(search.book(point, trial))
         for search in searches:
-            search.tell(told[id(search)])
+            if search.asked:
+                continue
+            search.tell()
             near = strategies.near_ties(search.results, 1)
             if near:
                 self.lessons.learn(search.rival.name, search.case, near[0].point.label)
@@ -238,6 +249,7 @@ class Tuner:
     def _out_of_time(self, searches: Sequence[_Search]) -> None:
         self.unfinished += dict.fromkeys(f"tune {s.case.name}" for s in searches)
         for search in searches:
+            search.tell()
             if search.results:
                 self._settle(search, "seconds")
 

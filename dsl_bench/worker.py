@@ -71,12 +71,14 @@ class Worker:
         return self._device.handle(job)
 
     def _preload(self, job: jobs.PreloadJob) -> int:
-        """Import the backends' kernels and languages. The device role makes its context instead: there a
-        plugin's import is watched, kernel by kernel."""
+        """Import the backends' kernels and languages. The device role imports torch first and, where it may
+        have the GPU, makes its context: before any plugin's import, which is watched there."""
         if self.role == "device":
             from dsl_bench import bench
 
-            self._device = self._device or bench.Bench(self.shelf, self.send, interpret=False)
+            if job.context:
+                self._device = self._device or bench.Bench(self.shelf, self.send, interpret=False)
+                self._device.meet((*job.backends, *job.extra))
         else:
             for origin in job.backends:
                 self.shelf.kernels(origin, job.extra)
@@ -127,6 +129,7 @@ def _describe_backend(
         backend.toolchain() if kernels else "",
         kernels,
         problems,
+        bool(backend.ahead),
     )
 
 
@@ -216,15 +219,14 @@ def _refusal(fault: BaseException, role: str) -> jobs.Refused:
     return jobs.Refused(status, one_line(fault), "exception", text, fatal)
 
 
-def _follow_parent() -> None:
+def follow_parent(parent: int) -> None:
     """Die with the parent: PR_SET_PDEATHSIG, checked again in case it died before we asked."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    parent = os.environ.get("DSL_BENCH_PARENT")
-    if parent and os.getppid() != int(parent):
+    if parent and os.getppid() != parent:
         os._exit(1)
 
 
-def _leave_nobody() -> None:
+def leave_nobody() -> None:
     """Start a process that outlives this one, however that ends, by a moment: it ends the whole group, and
     with it the compilers and whatever else was started here. They would not hear of the parent's death."""
     us = os.getpid()
@@ -272,10 +274,11 @@ def _taken(counts: dict[str, int]) -> dict[str, int]:
     return taken
 
 
-def main(role: str) -> None:
-    """Serve jobs until stdin closes."""
-    _follow_parent()
-    _leave_nobody()
+def main(role: str, parent: int = 0) -> None:
+    """Serve jobs until stdin closes; ``parent`` is the process to die with, if not the one that the
+    environment names."""
+    follow_parent(parent or int(os.environ.get("DSL_BENCH_PARENT", "0")))
+    leave_nobody()
     if role == "interpret":
         _bound_memory()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)

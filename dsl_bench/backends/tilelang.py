@@ -75,6 +75,7 @@ class TilelangBackend(Backend):
 
     name = "tilelang"
     kernel_package = "dsl_bench.kernels.tilelang"
+    ahead = ("tilelang", "tilelang.jit.kernel")
 
     def probe(self, target: Target) -> Availability:
         """Looks for TileLang, nvcc, a C compiler and a GPU, without importing TileLang or torch."""

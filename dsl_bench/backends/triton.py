@@ -123,6 +123,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     kernel_package = "dsl_bench.kernels.triton"
+    ahead = ("triton", "triton.language", "triton.compiler", "triton.backends.nvidia.compiler")
 
     def probe(self, target: Target) -> Availability:
         """Looks for Triton, its assembler, a C compiler and a GPU, without importing Triton or torch."""
