@@ -47,11 +47,11 @@ class HeadStart:
     def torch(self) -> None:
         """Have the device worker import torch, where there may be a GPU, without touching it."""
         if Path("/dev/nvidiactl").exists():
-            self.warm(jobs.PreloadJob((), context=False), IMPORT_SECONDS)
+            self.warm(jobs.PreloadJob((), context=False), IMPORT_SECONDS, "torch imported")
 
-    def warm(self, job: jobs.PreloadJob, deadline: float) -> None:
-        """Have the device worker do ``job`` after what it does already. Its process is started here: it dies
-        with the calling thread."""
+    def warm(self, job: jobs.PreloadJob, deadline: float, then: str) -> None:
+        """Have the device worker do ``job`` after what it does already, and note ``then``. Its process is
+        started here: it dies with the calling thread."""
         before = self._warming
         if before is None:
             self.device.start()
@@ -59,9 +59,8 @@ class HeadStart:
         def work() -> None:
             if before is not None:
                 before.join()
-            self.device.run(job, deadline, stop=self._stop)
-            if job.context:
-                self.mark("device ready")
+            if self.device.run(job, deadline, stop=self._stop).done is not None:
+                self.mark(then)
 
         self._warming = threading.Thread(target=work, daemon=True)
         self._warming.start()
@@ -79,6 +78,17 @@ class HeadStart:
     def latest(self, name: str) -> None:
         """Note that something happened, for the last time so far."""
         self.marks[name] = round(process_seconds(), 3)
+
+    def timeline(self) -> dict[str, float]:
+        """What was noted so far, in order, and when the languages were imported (or why no worker was forked
+        from there)."""
+        self.latest("finished")
+        ago = process_seconds() - time.monotonic()
+        for zygote in self.nursery.zygotes():
+            if zygote.told is not None:
+                what = f"no forks ({zygote.reason})" if zygote.reason else "imported"
+                self.marks[f"{zygote.origin.name} {what}"] = round(zygote.told + ago, 3)
+        return dict(sorted(self.marks.items(), key=lambda mark: mark[1]))
 
     def close(self) -> None:
         """End everything."""

@@ -30,6 +30,13 @@ T = TypeVar("T")
 IMPORT_SECONDS = 60.0
 #: seconds for one answer of a process that forks
 ANSWER_SECONDS = 10.0
+#: what keeps an import from starting threads (of a linear algebra library) and from asking the CUDA driver
+#: whether there is a GPU: neither survives a fork
+FORKABLE = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 #: roles whose workers see no GPU and may be forked
 ROLES = ("describe", "compile")
 
@@ -102,13 +109,17 @@ class Zygote:
     that made this."""
 
     def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        #: why it cannot fork; empty where it can, and while that is open
+        self.reason = ""
+        #: when that was known, on the monotonic clock
+        self.told: float | None = None
         self._lock = threading.Lock()
         self._fit: bool | None = None
         self._closed = threading.Event()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
-        # a library that starts threads of its own for linear algebra would make forking unsafe
-        env = worker_env({"CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"})
+        env = worker_env(FORKABLE)
         command = [sys.executable, "-P", "-m", "dsl_bench.zygote", str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
@@ -128,13 +139,16 @@ class Zygote:
         with self._lock:
             while self._fit is None and not (stop is not None and stop.is_set()):
                 if self._closed.is_set() or time.monotonic() - self._asked > IMPORT_SECONDS:
-                    self._fit = False
+                    self._known("its import takes too long")
                     break
                 self._socket.settimeout(0.1)
                 with contextlib.suppress(TimeoutError):
                     got = self._receive(Prepared)
-                    self._fit = got is not None and not got.reason
+                    self._known("its import ended the process" if got is None else got.reason)
             return bool(self._fit)
+
+    def _known(self, reason: str) -> None:
+        self._fit, self.reason, self.told = not reason, reason, time.monotonic()
 
     def fork(
         self, role: str, env: Mapping[str, str], log: IO[bytes], stop: threading.Event | None = None
@@ -212,11 +226,15 @@ class Nursery:
         """The process of a backend."""
         return self._zygotes.get(origin)
 
+    def zygotes(self) -> list[Zygote]:
+        """All of them."""
+        return list(self._zygotes.values())
+
     def only(self) -> Zygote | None:
         """The one process there is: where a plugin that names no backend yet most likely belongs."""
-        return next(iter(self._zygotes.values())) if len(self._zygotes) == 1 else None
+        return self.zygotes()[0] if len(self._zygotes) == 1 else None
 
     def close(self) -> None:
         """End all of them."""
-        for zygote in self._zygotes.values():
+        for zygote in self.zygotes():
             zygote.close()

@@ -152,7 +152,9 @@ class Session:
         held = self.catalog.backends()
         infos = [held[n] for n in backends if held[n][1].role == "language"]
         origins = tuple(origin for origin, _ in infos)
-        self.head.warm(jobs.PreloadJob(origins, self.catalog.extra), self.settings.deadline)
+        self.head.warm(jobs.PreloadJob(()), self.settings.deadline, "context made")
+        extra = self.catalog.extra if origins else ()
+        self.head.warm(jobs.PreloadJob(origins, extra), self.settings.deadline, "device ready")
         alone = tuple(origin for origin, info in infos if info.ahead)
         self.head.nursery.open(alone)
         together = tuple(origin for origin in origins if origin not in alone)
@@ -364,8 +366,7 @@ class Session:
 
     def timeline(self) -> dict[str, float]:
         """Seconds from the start of the command until it came to what, in order."""
-        self.head.latest("finished")
-        return dict(sorted(self.head.marks.items(), key=lambda mark: mark[1]))
+        return self.head.timeline()
 
     @property
     def loaded(self) -> int:

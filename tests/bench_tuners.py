@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,8 @@ class Arm:
     config: Config | None = None
     over: bool = False
     error: str = ""
+    #: seconds after the start at which a search of ours came to what (its ledger's ``timeline``)
+    timeline: dict[str, float] = field(default_factory=dict)
 
 
 def run_process(command: Sequence[str], env: Mapping[str, str], limit: float) -> tuple[float, int, str, str]:
@@ -283,7 +285,8 @@ def ours(name: str, command: list[str], env: Mapping[str, str], limit: float, la
         return Arm(name, wall, over=code == -1, error=err.strip()[-800:] or f"exit code {code}")
     compiling = ledger.compile_seconds.get(language, 0.0)
     config = dict(tuned.near[0].config)
-    return Arm(name, wall, compiling, tuned.gpu_seconds, tuned.trials, tuned.failed, config)
+    when = dict(ledger.timeline)
+    return Arm(name, wall, compiling, tuned.gpu_seconds, tuned.trials, tuned.failed, config, timeline=when)
 
 
 def theirs(language: str, configs: Sequence[Config], env: Mapping[str, str], limit: float) -> Arm:
@@ -401,6 +404,16 @@ def table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def timelines(result: Mapping[str, Any]) -> list[str]:
+    """When our searches came to what, a line each."""
+    lines = []
+    for arm in result["arms"]:
+        if arm["timeline"]:
+            steps = ", ".join(f"{what} {seconds:.1f}" for what, seconds in arm["timeline"].items())
+            lines.append(f"{result['language']}, {arm['name']}, seconds: {steps}")
+    return lines
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -439,6 +452,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 given.out.parent.mkdir(parents=True, exist_ok=True)
                 given.out.write_text(json.dumps(record, indent=1))
     print(tables.render([row for result in results for row in table(result)], "table"))
+    for line in [line for result in results for line in timelines(result)]:
+        print(line)
     for result in results:
         verdict = "held" if result["held"] else "MISSED"
         print(

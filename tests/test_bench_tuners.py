@@ -87,6 +87,15 @@ def test_an_arm_without_an_answer_holds_nothing(bench):
     assert bench.table({"language": "triton", **got})[0]["answer"] == "it broke"
 
 
+def test_our_arm_says_when_it_came_to_what(bench):
+    config = {"bm": 1}
+    when = {"described": 1.25, "first trials": 7.5}
+    made = [bench.Arm("ours", 9.0, config=config, timeline=when), *arms(bench, 9.0, 40.0)[1:]]
+    got = {"language": "triton", **bench.summary("triton", made, made, [101.0, 103.0, 100.0])}
+    assert bench.timelines(got) == ["triton, ours, seconds: described 1.2, first trials 7.5"]
+    assert json.loads(json.dumps(got))["arms"][0]["timeline"] == when
+
+
 def test_a_process_is_stopped_at_its_limit(bench):
     seconds, code, _, _ = bench.run_process([sys.executable, "-c", "import time; time.sleep(60)"], {}, 0.5)
     assert code == -1

@@ -165,24 +165,29 @@ def test_a_fork_that_is_ended_at_once_is_gone(born: Born) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "first"),
+    ("ahead", "first", "reason"),
     [
-        ("()", ""),
-        ("('no_such_module',)", ""),
+        ("()", "", "nothing to import ahead"),
+        ("('no_such_module',)", "", "no_such_module"),
         (
             "('json',)",
             "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n",
+            "threads",
         ),
-        ("('json',)", "import sys\nsys.exit(3)\n"),
-        ("('json',)", "import os\nos._exit(3)\n"),
+        ("('json',)", "import sys\nsys.exit(3)\n", "SystemExit: 3"),
+        ("('json',)", "import os\nos._exit(3)\n", "ended the process"),
     ],
     ids=["nothing", "missing", "threads", "exits", "dies"],
 )
-def test_where_forking_will_not_do_workers_start_the_long_way(born: Born, ahead: str, first: str) -> None:
-    worker = pool.Worker("describe", zygote=born(ahead, first))
+def test_where_forking_will_not_do_workers_start_the_long_way(
+    born: Born, ahead: str, first: str, reason: str
+) -> None:
+    zygote = born(ahead, first)
+    worker = pool.Worker("describe", zygote=zygote)
     try:
         assert parse(worker)
         assert not worker.forked
+        assert reason in zygote.reason
     finally:
         worker.kill()
 

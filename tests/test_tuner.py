@@ -231,6 +231,35 @@ def test_compilers_that_abort_or_never_return_are_rows():
     assert len(session.ran) >= 16
 
 
+def test_the_device_does_not_wait_for_the_last_compiler_of_a_round():
+    session = FakeSession([planned()])
+    session.settings.strategy = "halving"
+    slow = "k1"
+    session.compiles = lambda key: (
+        None if key == slow and len(session.ran) < 11 else Built(key, Facts(), 0.1, "toy 1")
+    )
+    search(session, trials=12)
+    tried = [t.key for t in of(session, Trial) if t.effort < 0.5]
+    assert len(tried) == 12
+    assert tried[-1] == slow
+    (tuned,) = of(session, Tuned)
+    assert tuned.trials == 12
+    assert len(of(session, Trial)) > 12  # the next rung followed the straggler
+
+
+def test_the_device_begins_with_a_case_that_is_ready_as_a_whole():
+    session = FakeSession([planned(), planned(LARGE)])
+    for number, candidate in enumerate(session.plans[1].candidates):
+        session.plans[1].candidates[number] = msgspec.structs.replace(candidate, key=f"l{number}")
+    session.compiles = lambda key: (
+        None if key == "k2" and len(session.ran) < 5 else Built(key, Facts(), 0.1, "toy 1")
+    )
+    search(session, (SMALL, LARGE), trials=3)
+    cases = [name for name, *_ in session.ran if name != "final"]
+    assert cases == [LARGE.name] * 3 + [SMALL.name] * 3
+    assert len(of(session, Tuned)) == 2
+
+
 def test_what_the_compiled_code_shows_keeps_it_off_the_device():
     def compiles(key: str) -> Built:
         return Built(
