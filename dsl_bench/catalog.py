@@ -175,15 +175,15 @@ def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Descri
 
     with ThreadPoolExecutor(max_workers=min(max(4, os.cpu_count() or 1), len(found) or 1)) as threads:
         try:
-            plain = [o for o in found if o.kind == "workload"]
-            begun = threads.map(lambda o: describer.describe(o, ()), plain)
             files = [o for o in found if o.kind in ("kernel", "file")]
-            adders = dict(zip(files, threads.map(lambda o: describer.describe(o, ()), files), strict=True))
+            plain = [o for o in found if o.kind == "workload"]
+            first, second = (threads.map(lambda o: describer.describe(o, ()), row) for row in (files, plain))
+            adders = dict(zip(files, first, strict=True))
             rows |= adders
             again = [o for o, d in adders.items() if d.backend is not None and added(d.backend.name)]
             rest = [o for o in found if o.kind != "workload" and (o not in rows or o in again)]
             rows |= dict(zip(rest, threads.map(describe, rest), strict=True))
-            rows |= dict(zip(plain, begun, strict=True))
+            rows |= dict(zip(plain, second, strict=True))
         except BaseException:
             describer.stop.set()
             raise
