@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault(name, "1")
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+#: (kernel's id, what is baked in) to the artifact and its facts
+Compiled = Callable[[str, Mapping[str, Any]], tuple[Any, Any]]
 
 
 #: what takes longest, in order (beginnings of node ids)
@@ -74,6 +79,35 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DSL_BENCH_CACHE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def compiled(cache: Path) -> Iterator[Compiled]:
+    """Compiles one specialisation of an installed kernel, as a run does: in a worker, of which each language
+    has one that lasts the session (what a compiler does to its process ends no test but the one that asked).
+    What any test of the session has compiled is not compiled again."""
+    from dsl_bench import artifacts, jobs, pool, registry
+
+    sources = {o.name: o for o in registry.origins() if o.kind == "backend"}
+    workers: dict[str, pool.Worker] = {}
+
+    def build(kernel: str, static: Mapping[str, Any], arch: str = "sm_90a") -> tuple[Any, Any]:
+        name = kernel.partition("/")[0]
+        known = json.dumps([kernel, sorted(static.items()), arch])
+        key = hashlib.sha256(known.encode()).hexdigest()[:24]
+        folder = cache / "compiled" / key
+        job = jobs.CompileJob(sources[name], (), kernel, key, dict(static), arch, str(folder))
+        if name not in workers:
+            workers[name] = pool.Worker("compile", {"CUDA_VISIBLE_DEVICES": ""})
+        outcome = workers[name].run(job, 400.0)
+        refused = outcome.refused
+        assert outcome.done is not None, (kernel, refused and (refused.reason, refused.traceback))
+        artifact, built = artifacts.read_manifest(folder)
+        return artifact, built.facts
+
+    yield build
+    for worker in workers.values():
+        worker.kill()
 
 
 @pytest.fixture

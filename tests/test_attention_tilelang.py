@@ -10,7 +10,6 @@ import math
 import pytest
 
 from dsl_bench.backends.tilelang import BACKEND
-from dsl_bench.codegen import cubin_facts
 from dsl_bench.workload import int_list
 
 READY = BACKEND.probe("compile")
@@ -331,18 +330,17 @@ def test_model_of_mla(case, lazy):
         close(torch, out.view((*data["q"].shape[:3], 512)), load.reference(case, data)["o"])
 
 
-def facts_of(name, case, config, folder):
+def facts_of(name, case, config, compiled):
     own = kernel(name)
     assert own.valid(case, config) is None
-    artifact = BACKEND.compile(own.source(own.static(case, config), "sm_90a"), "sm_90a", folder)
-    facts = cubin_facts(folder / artifact.cubin, artifact.entry, threads=artifact.meta["threads"])
-    return facts, artifact.meta, (folder / "kernel.cu").read_text()
+    artifact, facts = compiled(own.id, own.static(case, config))
+    return facts, artifact.meta, (artifact.folder / "kernel.cu").read_text()
 
 
 @pytest.mark.slow
-def test_decode_compiles_without_spills(tmp_path):
+def test_decode_compiles_without_spills(compiled):
     case = workload("attention_decode").parse_case({"lens": "100*4"})
-    facts, meta, text = facts_of("attention_decode", case, {"stages": 3, "resident": 2}, tmp_path)
+    facts, meta, text = facts_of("attention_decode", case, {"stages": 3, "resident": 2}, compiled)
     assert facts.stack == 0 and facts.registers <= 204, "two blocks of 160 threads an SM"
     assert meta["threads"] == 160 and 2 * (meta["smem"] + 1024 + 128) <= 233472
     assert facts.sass["UTMALDG"] == 16 and facts.sass["HGMMA"] == 12
@@ -350,10 +348,10 @@ def test_decode_compiles_without_spills(tmp_path):
 
 
 @pytest.mark.slow
-def test_prefill_overlaps_products_and_softmax(tmp_path):
+def test_prefill_overlaps_products_and_softmax(compiled):
     case = workload("attention_prefill").parse_case({"lens": "512"})
     config = {"bn": 128, "groups": 2, "stages": 2, "turns": True, "lazy": True}
-    facts, meta, text = facts_of("attention_prefill", case, config, tmp_path)
+    facts, meta, text = facts_of("attention_prefill", case, config, compiled)
     assert facts.stack == 0 and facts.sass["USETMAXREG"] == 2 and meta["threads"] == 384
     # one fence and one wait a product; where ptxas serialises, every HGMMA gets both
     assert facts.sass["HGMMA"] == 48 and facts.sass["WARPGROUP"] <= 12
@@ -362,10 +360,10 @@ def test_prefill_overlaps_products_and_softmax(tmp_path):
 
 
 @pytest.mark.slow
-def test_mla_keeps_both_warpgroups_in_registers(tmp_path):
+def test_mla_keeps_both_warpgroups_in_registers(compiled):
     case = workload("mla_decode").parse_case({"lens": "100*2"})
     facts, meta, text = facts_of(
-        "mla_decode", case, {"lazy": True, "after": True, "passing": True, "extra": 4}, tmp_path
+        "mla_decode", case, {"lazy": True, "after": True, "passing": True, "extra": 4}, compiled
     )
     assert facts.stack <= 16 and facts.sass.get("LDL", 0) <= 4, "spills outside the loops only"
     assert facts.sass["HGMMA"] == 84 and facts.sass["WARPGROUP"] <= 14 and facts.sass["UTMALDG"] >= 18

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import pytest
 
-from dsl_bench import jobs, pool, registry, store
-from dsl_bench.jobs import Built
+from dsl_bench import store
 from dsl_bench.records import Compiled, Race
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,37 +66,21 @@ def test_a_winner_without_hgmma_at_128_rows_is_explained_on_its_page() -> None:
 
 @needs_records
 @pytest.mark.slow
-def test_a_seeded_dozen_compiles_again_without_spills(tmp_path: Path) -> None:
+def test_a_seeded_dozen_compiles_again_without_spills(compiled: Any) -> None:
     """With this machine's own toolchain (the newest Triton, this nvcc, this TileLang); spills count where
     the assembler is the recorded one."""
-    sources = {o.name: o for o in registry.origins() if o.kind == "backend"}
     dozen = random.Random(20261202).sample(WINNERS, min(12, len(WINNERS)))
-    worker = pool.Worker("compile", {"CUDA_VISIBLE_DEVICES": ""})
-    try:
-        for number, (race, compiled) in enumerate(dozen):
-            origin = sources[compiled.kernel.partition("/")[0]]
-            job = jobs.CompileJob(
-                origin,
-                (),
-                compiled.kernel,
-                str(number),
-                compiled.static,
-                compiled.arch,
-                str(tmp_path / str(number)),
-            )
-            outcome = worker.run(job, 200.0)
-            assert outcome.done is not None, (compiled.kernel, outcome.refused)
-            facts = msgspec.json.decode(outcome.done.value, type=Built).facts
-            assert facts is not None
-            # another Triton allocates registers otherwise: what the record says holds for its own assembler
-            if compiled.facts is None or facts.assembler == compiled.facts.assembler:
-                assert facts.loop_local <= max(0, compiled.facts.loop_local if compiled.facts else 0)
-            if (
-                race.case.workload == "gemm"
-                and int(race.case.params["m"]) >= 128
-                and compiled.facts
-                and compiled.facts.sass.get("HGMMA")
-            ):
-                assert facts.sass.get("HGMMA"), (compiled.kernel, race.case.name)
-    finally:
-        worker.kill()
+    for race, record in dozen:
+        assert record.arch == "sm_90a"
+        _, facts = compiled(record.kernel, record.static)
+        assert facts is not None
+        # another Triton allocates registers otherwise: what the record says holds for its own assembler
+        if record.facts is None or facts.assembler == record.facts.assembler:
+            assert facts.loop_local <= max(0, record.facts.loop_local if record.facts else 0)
+        if (
+            race.case.workload == "gemm"
+            and int(race.case.params["m"]) >= 128
+            and record.facts
+            and record.facts.sass.get("HGMMA")
+        ):
+            assert facts.sass.get("HGMMA"), (record.kernel, race.case.name)

@@ -6,12 +6,14 @@ import ctypes
 import importlib.util
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dsl_bench.backends.tilelang import BACKEND
-from dsl_bench.codegen import cubin_facts
+from dsl_bench.plugin import cubin_facts
 from dsl_bench.workloads.gemm import WORKLOAD
 
 READY = BACKEND.probe("compile")
@@ -25,16 +27,6 @@ def kernels():
 
 def case_of(m, n, k, dtype="bf16"):
     return WORKLOAD.parse_case({"m": str(m), "n": str(n), "k": str(k), "dtype": dtype})
-
-
-def build(kernel, case, config, folder):
-    static = kernel.static(case, config)
-    return BACKEND.compile(kernel.source(static, "sm_90a"), "sm_90a", folder)
-
-
-def facts_of(artifact, folder=None):
-    path = (folder or artifact.folder) / artifact.cubin
-    return cubin_facts(path, "" if folder else artifact.entry, threads=artifact.meta["threads"])
 
 
 def test_every_case_has_a_kernel_whose_first_guess_is_valid(kernels):
@@ -141,65 +133,72 @@ def test_whole_tiles_are_preferred_to_splits(kernels):
 
 
 @pytest.mark.slow
-def test_persistent_kernel_with_multicast(kernels, tmp_path):
+def test_persistent_kernel_with_multicast(kernels, compiled):
     kernel, case = kernels["gemm_ws"], case_of(4096, 4096, 4096)
     config = {"bm": 128, "bn": 256, "stages": 4, "cluster": "2x1", "halves": False, "group": 8}
     assert kernel.valid(case, config) is None
-    artifact = build(kernel, case, config, tmp_path)
-    facts = facts_of(artifact)
+    artifact, facts = compiled(kernel.id, kernel.static(case, config))
     assert facts.registers == 168 and facts.stack == 0
     assert artifact.meta["threads"] == 384 and artifact.meta["smem"] == 229376
     assert facts.sass["USETMAXREG"] == 2 and facts.sass["UTMASTG"] == 4 and facts.sass["UTMALDG"] >= 2
     assert facts.sass["HGMMA"] % 4 == 0 and not facts.sass.get("LDL", 0) and not facts.sass.get("STL", 0)
-    text = (tmp_path / "kernel.cu").read_text()
+    text = (artifact.folder / "kernel.cu").read_text()
     assert "64, 256, 16," in text and "wait_wgmma<1>" in text and "tma_load_multicast" in text
     # a barrier of the whole block between the roles would stop the producer from running ahead
     assert "__syncthreads" not in text[text.index("warpgroup_reg_dealloc") :]
-    assert not list(tmp_path.glob("cache*")), "TileLang's cache must not stay in the artifact"
+    assert not list(artifact.folder.glob("cache*")), "TileLang's cache must not stay in the artifact"
 
 
 @pytest.mark.slow
-def test_multicast_in_halves_issues_from_both_blocks(kernels, tmp_path):
+def test_multicast_in_halves_issues_from_both_blocks(kernels, compiled):
     kernel, case = kernels["gemm_ws"], case_of(4000, 4104, 4072, "fp16")
     config = {"bm": 256, "bn": 176, "stages": 3, "cluster": "2x1", "halves": True, "group": 8}
     assert kernel.valid(case, config) is None
-    facts = facts_of(build(kernel, case, config, tmp_path))
+    artifact, facts = compiled(kernel.id, kernel.static(case, config))
     assert facts.stack == 0 and not facts.sass.get("LDL", 0) and not facts.sass.get("STL", 0)
-    text = (tmp_path / "kernel.cu").read_text()
+    text = (artifact.folder / "kernel.cu").read_text()
     line = next(x for x in text.splitlines() if "tl::tma_load_multicast(b_desc" in x)
     assert "rank" in line and "(uint16_t)(3)" in line and "block_rank_in_cluster() ==" not in text
 
 
 @pytest.mark.slow
-def test_unaligned_kernel_predicates_what_tma_cannot_clip(kernels, tmp_path):
+def test_unaligned_kernel_predicates_what_tma_cannot_clip(kernels, compiled):
     kernel, case = kernels["gemm_unaligned"], case_of(2047, 2049, 2051)
-    artifact = build(kernel, case, kernel.default(case), tmp_path)
-    product, copy = facts_of(artifact), facts_of(artifact, tmp_path / "extra0")
+    artifact, product = compiled(kernel.id, kernel.static(case, kernel.default(case)))
+    folder = artifact.folder
+    copy = cubin_facts(folder / "extra0" / artifact.cubin)
     assert product.stack == 0 and product.sass["STG"] and "UTMASTG" not in product.sass
     assert copy.sass["UTMASTG"] and copy.stack == 0
-    stores = (tmp_path / "kernel.cu").read_text()
+    stores = (folder / "kernel.cu").read_text()
     assert re.search(r"< n\)", stores) and re.search(r"< \(m \+ \d+\)\)", stores)
-    loads = (tmp_path / "extra0" / "kernel.cu").read_text()
+    loads = (folder / "extra0" / "kernel.cu").read_text()
     assert "< k)" in loads and "< m)" in loads and "< n)" in loads and "bfloat16_t(0x0p+0f" in loads
 
 
+#: loads what was compiled and calls it with tensors on the CPU: the host code runs, and refuses them
+LOAD = """
+import sys, tilelang, torch
+from tilelang import tvm
+tilelang.contrib.nvcc.compile_cuda = None
+call = tvm.runtime.load_module(sys.argv[1]).get_function(sys.argv[2])
+wrong = torch.zeros(8, 8, dtype=torch.float16)
+try:
+    call(wrong, wrong, wrong)
+except RuntimeError as fault:
+    print(fault)
+"""
+
+
 @pytest.mark.slow
-def test_library_loads_without_compiling(kernels, tmp_path, monkeypatch):
+def test_library_loads_without_compiling(kernels, compiled):
     kernel, case = kernels["gemm"], case_of(512, 512, 512, "fp16")
-    artifact = build(kernel, case, {"bm": 128, "bn": 176, "stages": 4, "panel": 10}, tmp_path)
-    facts = facts_of(artifact)
+    config = {"bm": 128, "bn": 176, "stages": 4, "panel": 10}
+    artifact, facts = compiled(kernel.id, kernel.static(case, config))
     assert facts.stack == 0 and facts.sass["USETMAXREG"] == 2 and facts.sass["UTMASTG"]
-    assert "64, 176, 16," in (tmp_path / "kernel.cu").read_text()
-
-    from tilelang import tvm
-
-    monkeypatch.setattr("tilelang.contrib.nvcc.compile_cuda", None)
-    library = tvm.runtime.load_module(str(tmp_path / "kernel.so"))
-    call = library.get_function(artifact.meta["symbol"])
-    torch = pytest.importorskip("torch")
-    wrong = torch.zeros(8, 8, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="device_type mismatch"):  # the host code runs, and refuses the CPU
-        call(wrong, wrong, wrong)
+    assert "64, 176, 16," in (artifact.folder / "kernel.cu").read_text()
+    command = [sys.executable, "-c", LOAD, str(artifact.folder / "kernel.so"), artifact.meta["symbol"]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "device_type mismatch" in done.stdout, done.stderr[-3000:]
 
 
 def test_probe_is_honest():

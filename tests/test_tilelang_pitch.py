@@ -1,24 +1,24 @@
 """``tilelang/gemm_pitch`` without a GPU: rows that its tiles take, its binaries, and its code run on the CPU.
 
 TileLang's generated code is compiled by g++ with the headers of ``cuda_on_cpu`` in place of TileLang's and
-run as it is: barriers, rings, multicasts, products and stores, in random order. What would hang there ends
-with a list of the barriers.
+run as it is, in a process of its own: barriers, rings, multicasts, products and stores, in random order. What
+would hang there ends with a list of the barriers.
 """
 
 from __future__ import annotations
 
-import ctypes
+import json
 import re
 import shutil
 import struct
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsl_bench.backends.tilelang import BACKEND
-from dsl_bench.codegen import cubin_facts
 from dsl_bench.workloads.gemm import WORKLOAD
 
 READY = BACKEND.probe("compile")
@@ -76,11 +76,6 @@ def test_classes_cover_every_row_in_place(pitch: Any, stride: int, rows: int) ->
         assert seen == set(range(m)), (m, k)
 
 
-def compiled(pitch: Any, config: dict[str, Any], dtype: str, folder: Path) -> Any:
-    static = pitch.static(case_of(1000, 3000, 5000, dtype), config)
-    return BACKEND.compile(pitch.source(static, "sm_90a"), "sm_90a", folder)
-
-
 #: config, sizes, SMs: every kind of tile, operand shared, stride and number of buffers; few SMs, so that the
 #: ring wraps and tiles follow each other
 BASE = {"cluster": "2x1", "stride": 1, "buffers": 1, "group": 8}
@@ -100,14 +95,20 @@ RUNS = [
     ("config", "sizes", "sms", "dtype"), RUNS, ids=[f"{r[0]['tile']} {r[0]['cluster']}" for r in RUNS]
 )
 def test_binary_and_code(
-    pitch: Any, config: dict[str, Any], sizes: tuple[int, int, int], sms: int, dtype: str, tmp_path: Path
+    pitch: Any,
+    compiled: Any,
+    config: dict[str, Any],
+    sizes: tuple[int, int, int],
+    sms: int,
+    dtype: str,
+    tmp_path: Path,
 ) -> None:
-    artifact = compiled(pitch, config, dtype, tmp_path)
-    facts = cubin_facts(tmp_path / artifact.cubin, artifact.entry, threads=artifact.meta["threads"])
+    static = pitch.static(case_of(1000, 3000, 5000, dtype), config)
+    artifact, facts = compiled("tilelang/gemm_pitch", static)
     assert (facts.spill_stores, facts.spill_loads, facts.stack) == (0, 0, 0)
     assert facts.sass["USETMAXREG"] == 2 and facts.sass["HGMMA"] % 4 == 0 and facts.sass["STSM"]
     assert not facts.sass.get("STS", 0), "C goes through stmatrix"
-    text = (tmp_path / "kernel.cu").read_text()
+    text = (artifact.folder / "kernel.cu").read_text()
     assert "__syncthreads" not in text[text.index("warpgroup_reg_dealloc") :]
     assert "threadIdx.x) < 256)" not in text, "a chunk of C belongs to some of its threads only"
     if not shutil.which("g++"):
@@ -116,16 +117,16 @@ def test_binary_and_code(
 
 
 def cpu_map(tensor: Any, rows: tuple[int, int, int], box: tuple[int, int]) -> bytes:
-    """What cuda_on_cpu takes for ``by_class``."""
+    """What cuda_on_cpu takes for ``by_class``, without the address."""
     (count, stride, height), length = rows, tensor.shape[1]
     sizes = (length, height, count, 1, 1)
     strides = (2, stride * length * 2, length * 2, 0, 0)
     numbers = (*sizes, *strides, box[1], box[0], 1, 1, 1)
-    return struct.pack("<Qi4x5q5q5i4x", tensor.data_ptr(), 3, *numbers).ljust(128, b"\0")
+    return struct.pack("<Qi4x5q5q5i4x", 0, 3, *numbers).ljust(128, b"\0")
 
 
-def cpu_library(text: str, dtype: str, folder: Path) -> tuple[Any, list[str]]:
-    """The generated kernel as a shared library, and the names of its parameters in their order."""
+def cpu_library(text: str, dtype: str, folder: Path) -> list[str]:
+    """Makes the generated kernel a shared library, cpu.so; returns the names of its parameters in order."""
     names = re.findall(r"(\w+)(?=[,)])", re.search(r"gemm_kernel\((.*?)\) \{", text).group(1) + ")")
     body = "\n".join(x for x in text.splitlines() if not x.startswith("#include"))
     body = re.sub(r"extern __shared__ .*\[\];", "unsigned char* const buf_dyn_shmem = tl_dynamic();", body)
@@ -150,37 +151,43 @@ def cpu_library(text: str, dtype: str, folder: Path) -> tuple[Any, list[str]]:
         ["g++", *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(folder / "cpu.so")), names
+    return names
 
 
 def run_on_cpu(pitch: Any, artifact: Any, config: dict[str, Any], case: Any, sms: int, folder: Path) -> None:
     """One launch for each of two seeds, against a product in fp64."""
     torch = pytest.importorskip("torch")
-    library, names = cpu_library((folder / "kernel.cu").read_text(), case.dtype, folder)
+    names = cpu_library((artifact.folder / "kernel.cu").read_text(), case.dtype, folder)
     m, n, k = case["m"], case["n"], case["k"]
     generator = torch.Generator().manual_seed(3)
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
     a, b = (torch.randn((x, k), generator=generator).to(kind) for x in (m, n))
-    c = torch.empty((m, n), dtype=kind)
+    c = torch.full((m, n), float("nan"), dtype=kind)
     blocks, band, *rest = pitch.arguments(case, config, sms)
     order = ("rows", "stride", "height", "tail", "longer", "shorter", "last", "steps")
     values = {"m": m, "n": n, "k": k, "blocks": blocks, "band": band, **dict(zip(order, rest, strict=True))}
-    numbers = (ctypes.c_int * len(names))(*(values.get(x, 0) for x in names))
     shape, (tall, wide) = pitch.Shape.of(config["tile"]), pitch.cluster_of(config["cluster"])
     rows = (values["stride"] + values["tail"], values["stride"], values["height"])
     share = shape.bm // wide
     boxes = ((share // (2 if share > 256 else 1), 64), (shape.bn // tall, 64))
     maps = [cpu_map(a, rows, boxes[0]), cpu_map(b, (1, 1, n), boxes[1])]
     maps.append(cpu_map(c, rows, (shape.width if shape.swap else shape.bm, 64)))
-    raw = ctypes.create_string_buffer(128 * 3 + 64)
-    place = -(-ctypes.addressof(raw) // 64) * 64
-    ctypes.memmove(place, b"".join(maps), 128 * 3)
+    for name, tensor in (("a", a), ("b", b), ("c", c)):
+        (folder / name).write_bytes(tensor.view(torch.int16).numpy().tobytes())
+    job = {
+        "library": str(folder / "cpu.so"),
+        "arrays": [str(folder / name) for name in "abc"],
+        "maps": [x.hex() for x in maps],
+        "shape": [blocks, tall * wide, artifact.meta["threads"], artifact.meta["smem"] + 2048],
+        "numbers": [values.get(x, 0) for x in names],
+        "seeds": [1, 2],
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    launch = [sys.executable, str(CPU / "launch.py"), str(folder / "job.json")]
+    done = subprocess.run(launch, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
     want = a.double() @ b.double().T
-    for seed in (1, 2):
-        c.fill_(float("nan"))
-        smem = artifact.meta["smem"] + 2048
-        library.run(
-            blocks, tall * wide, artifact.meta["threads"], smem, seed, ctypes.c_void_p(place), numbers
-        )
-        error = (c.double() - want).abs().max()
+    for seed in job["seeds"]:
+        got = torch.frombuffer(bytearray((folder / f"out.{seed}").read_bytes()), dtype=kind).view(m, n)
+        error = (got.double() - want).abs().max()
         assert error <= want.abs().max() * (2**-8 if case.dtype == "bf16" else 2**-11) + 1e-3, config
