@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -51,18 +50,8 @@ def cases(workload: str) -> dict[str, Case]:
     return {case.name: case for case in module.WORKLOAD.cases()}
 
 
-def build(kernel: Kernel, case: Case, config: dict, folder: Path):
-    from dsl_bench.backends.triton import BACKEND
-
-    static = json.loads(json.dumps(dict(kernel.static(case, config))))
-    return BACKEND.compile(kernel.source(static, "sm_90a"), "sm_90a", folder)
-
-
-def facts_of(kernel: Kernel, case: Case, config: dict, folder: Path):
-    from dsl_bench.plugin import cubin_facts
-
-    artifact = build(kernel, case, config, folder)
-    return artifact, cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+def facts_of(compiled, kernel: Kernel, case: Case, config: dict):
+    return compiled(kernel.id, kernel.static(case, config))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -80,12 +69,12 @@ def test_spaces(workload: str) -> None:
 
 
 @pytest.mark.parametrize("kernel_id", sorted(MADE_FOR))
-def test_default_compiles(kernel_id: str, tmp_path: Path) -> None:
+def test_default_compiles(kernel_id: str, compiled) -> None:
     workload = next(w for w in WORKLOADS if kernel_id in kernels(w))
     kernel = kernels(workload)[kernel_id]
     name, hgmma, hmma, loads = MADE_FOR[kernel_id]
     case = cases(workload)[name]
-    artifact, facts = facts_of(kernel, case, dict(kernel.default(case)), tmp_path / "a")
+    artifact, facts = facts_of(compiled, kernel, case, dict(kernel.default(case)))
     assert facts.sass.get("HGMMA", 0) >= hgmma
     assert facts.sass.get("HMMA", 0) >= hmma
     assert facts.sass.get("UTMALDG", 0) >= loads
@@ -98,41 +87,41 @@ def test_default_compiles(kernel_id: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 256])
-def test_prefill_tiles(size: int, tmp_path: Path) -> None:
+def test_prefill_tiles(size: int, compiled) -> None:
     """The other head sizes: no spills, products in flight, and shared memory as estimated."""
     from dsl_bench.kernels.triton import attention_prefill as module
 
     case = next(c for c in cases("attention_prefill").values() if c["d"] == size and "smoke" not in c.groups)
-    for i, config in enumerate(module.KERNEL.seeds(case)):
-        artifact, facts = facts_of(module.KERNEL, case, dict(config), tmp_path / str(i))
+    for config in module.KERNEL.seeds(case):
+        artifact, facts = facts_of(compiled, module.KERNEL, case, dict(config))
         assert facts.loop_local == 0, config
         assert facts.sass["WARPGROUP"] <= facts.sass["HGMMA"] // 2, config
         assert artifact.meta["smem"] <= module._smem(case, config)
 
 
 @pytest.mark.slow
-def test_decode_seeds(tmp_path: Path) -> None:
+def test_decode_seeds(compiled) -> None:
     """No spills, and as many tiles in flight as the estimate of shared memory says."""
     from dsl_bench.kernels.triton import attention_decode as module
 
     for name in ("64x8192-h32-8-p16-bf16", "16x32768-h64-8-p64-bf16"):
         case = cases("attention_decode")[name]
-        for i, config in enumerate(module.KERNEL.seeds(case)):
-            artifact, facts = facts_of(module.KERNEL, case, dict(config), tmp_path / f"{name}{i}")
+        for config in module.KERNEL.seeds(case):
+            artifact, facts = facts_of(compiled, module.KERNEL, case, dict(config))
             assert facts.loop_local == 0, config
             estimate = module._smem(case, config)
             assert estimate - 4096 <= artifact.meta["smem"] <= estimate, config
 
 
 @pytest.mark.slow
-def test_mla_tiles(tmp_path: Path) -> None:
+def test_mla_tiles(compiled) -> None:
     """Every tile for 16, 32 and 64 rows."""
     from dsl_bench.kernels.triton import mla_decode as module
 
     for heads in (16, 32, 64):
         case = cases("mla_decode")[f"64x4096-h{heads}-q1-bf16"]
-        for i, config in enumerate(module.KERNEL.seeds(case)):
-            artifact, facts = facts_of(module.KERNEL, case, dict(config), tmp_path / f"{heads}-{i}")
+        for config in module.KERNEL.seeds(case):
+            artifact, facts = facts_of(compiled, module.KERNEL, case, dict(config))
             assert facts.loop_local == 0 or heads == 64, config
             assert artifact.meta["smem"] <= 232448
             assert facts.sass.get("WARPGROUP", 0) <= facts.sass.get("HGMMA", 0) // 2
