@@ -118,8 +118,14 @@ def outcome_rows(report: api.Report, refusals: bool = True) -> list[Row]:
     """What a run did, a row each: races, winners, interpreted cases, compiled specialisations, failures, and
     what was not done. ``refusals`` False leaves out the cases that kernels refuse."""
     result: list[Row] = []
+    broken = {(r.kernel, r.status, r.reason) for r in report.records if isinstance(r, Compiled)}
     for record in report.records:
-        if refusals or not _is_refusal(record):
+        # a compile that failed has a row already, and is one failure
+        if isinstance(record, Failure) and record.where == "compile":
+            told = (record.kernel, record.status, record.reason) in broken
+        else:
+            told = not refusals and _is_refusal(record)
+        if not told:
             result += _outcome(record, report)
     return sorted(result, key=lambda row: _ORDER.index(row["what"].partition(" ")[0]))
 

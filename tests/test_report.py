@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from dsl_bench import insights, report, store, tables
+from dsl_bench import api, insights, listing, report, store, tables
 from dsl_bench.errors import UsageError
-from dsl_bench.records import Accuracy, CaseRef, Failure, Participant, Race, Record, Regime, RunHeader, Skip
+from dsl_bench.records import (
+    Accuracy,
+    CaseRef,
+    Compiled,
+    Failure,
+    Participant,
+    Race,
+    Record,
+    Regime,
+    RunHeader,
+    Skip,
+)
 
 GPU = "NVIDIA H200"
 HASHES = {"triton/gemm": "t1", "tilelang/gemm": "l1", "cuda/gemm": "c1"}
@@ -413,3 +425,15 @@ def test_sections_leave_out_what_a_terminal_can_spare(monkeypatch: pytest.Monkey
     text, gone = tables.sections(rows, ["w"], ["w", "name", "x", "y"], [("x",), ("y",)])
     assert gone == ["x"] and "n" * 30 in text and "2.000" in text
     assert max(map(len, text.splitlines())) <= 43
+
+
+def test_a_failed_compile_is_one_failure() -> None:
+    compiled = Compiled("r1", "k", "cuda/x", "h", "sm_90a", {}, "compile_error", 0.0, reason="error: line 1")
+    failure = Failure("r1", "gemm", "", "cuda", "cuda/x", "compile_error", "compile", "error: line 1")
+    other = msgspec.structs.replace(failure, kernel="cuda/y")
+    found = api.Report(Path("r.jsonl"), [compiled, failure, other])
+    assert [(r["what"], r["kernel"]) for r in listing.outcome_rows(found)] == [
+        ("compile", "cuda/x"),
+        ("failure", "cuda/y"),
+    ]
+    assert listing.outcome_summary(found) == "compile: 1 compile_error; failure: 1 compile_error"
