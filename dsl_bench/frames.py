@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dsl_bench import records, store
-from dsl_bench.records import Compiled, Record, Trial, Tuned
+from dsl_bench.records import Compiled, Race, Record, Trial, Tuned
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,10 +21,10 @@ TUNING = (
     "workload case groups dtype backend contender strategy kernel config median_us near trials failed pruned "
     "compile_seconds gpu_seconds bound regret gpu run_id"
 ).split()
-TRIALS = "workload case groups dtype backend kernel config status reason time_us order run_id".split()
+TRIALS = "workload case groups dtype backend role kernel config status reason time_us order run_id".split()
 COMPILED = (
-    "kernel backend key status seconds registers spill_stores spill_loads stack smem threads hgmma tma_loads "
-    "cubin_bytes assembler run_id"
+    "kernel backend role key status seconds registers spill_stores spill_loads stack smem threads hgmma "
+    "tma_loads cubin_bytes assembler run_id"
 ).split()
 
 
@@ -37,9 +37,12 @@ def load_tuning(path: Paths = None) -> pd.DataFrame:
 
 def load_trials(path: Paths = None) -> pd.DataFrame:
     """One row a config that was tried: its status and median in µs (NaN where it failed). ``order`` counts a
-    contender's trials of a case from 0. Trials are recorded compressed (``*-trials.jsonl.xz``)."""
+    contender's trials of a case from 0; ``role`` is language or vendor. Trials are recorded compressed
+    (``*-trials.jsonl.xz``)."""
     given = _given(path)
-    found = [r for r in _read(given) if isinstance(r, Trial)]
+    around = _read(given)
+    vendors = libraries(around)
+    found = [r for r in around if isinstance(r, Trial)]
     for folder in (Path(p) for p in given):
         files = sorted(folder.rglob("*.jsonl.xz")) if folder.is_dir() else []
         found += [r for file in files for r in _compressed(file) if isinstance(r, Trial)]
@@ -48,13 +51,33 @@ def load_trials(path: Paths = None) -> pd.DataFrame:
     for trial in found:
         slot = (trial.run_id, trial.case.name, trial.kernel.partition("/")[0])
         order = seen[slot] = seen.get(slot, -1) + 1
-        rows.append(_trial(trial, order))
+        rows.append(_trial(trial, order) | {"role": _role(trial.kernel, vendors)})
     return _frame(rows, TRIALS)
 
 
 def load_compiled(path: Paths = None) -> pd.DataFrame:
-    """One row a specialisation that was compiled: seconds, and the facts read from its cubin."""
-    return _frame([_compiled(r) for r in _read(path) if isinstance(r, Compiled)], COMPILED)
+    """One row a specialisation that was compiled: seconds, and the facts read from its cubin. ``role`` is
+    language or vendor."""
+    found = _read(path)
+    vendors = libraries(found)
+    rows = [_compiled(r) | {"role": _role(r.kernel, vendors)} for r in found if isinstance(r, Compiled)]
+    return _frame(rows, COMPILED)
+
+
+def libraries(found: Iterable[Record]) -> set[str]:
+    """Backends whose kernels are baselines, as the races and searches among the records say: in a search each
+    of these kernels stands for itself."""
+    names = set()
+    for record in found:
+        if isinstance(record, Race):
+            names |= {p.backend for p in record.participants if p.role != "language"}
+        elif isinstance(record, Tuned) and "/" in record.contender:
+            names.add(record.contender.partition("/")[0])
+    return names
+
+
+def _role(kernel: str, vendors: set[str]) -> str:
+    return "vendor" if kernel.partition("/")[0] in vendors else "language"
 
 
 def with_facts(results: pd.DataFrame, compiled: pd.DataFrame) -> pd.DataFrame:
@@ -66,7 +89,7 @@ def with_facts(results: pd.DataFrame, compiled: pd.DataFrame) -> pd.DataFrame:
     join = ["run_id", "workload", "case", "regime", "kernel"]
     keys = results[results["role"] == "language"][[*join, "key"]].drop_duplicates(join)
     facts = compiled.dropna(subset=["registers"]).drop_duplicates("key")
-    facts = facts.drop(columns=["kernel", "backend", "status", "run_id"])
+    facts = facts.drop(columns=["kernel", "backend", "role", "status", "run_id"])
     return fraction_of(results).merge(keys, on=join).merge(facts, on="key")
 
 

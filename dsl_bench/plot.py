@@ -247,7 +247,7 @@ def compile_seconds(compiled: pd.DataFrame, ax: Axes | None = None) -> Axes:
     rows = compiled[
         (compiled["status"] == "ok") & (compiled["seconds"] > 0) & (compiled["registers"].notna())
     ]
-    rows = rows[~rows["backend"].isin(list(draw.LIBRARIES))]
+    rows = rows[rows["role"] == "language"]
     draw.need(rows, "compile")
     names = sorted(rows["backend"].unique())
     ax = draw.axes(ax, 8.0, 1.2 + 0.6 * len(names))

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-#: libraries, whose trials are recorded beside the languages
-LIBRARIES = frozenset(("vendor", "cudnn", "flashinfer", "flashmla"))
 COLOURS = {"cuda": "#0072B2", "tilelang": "#D55E00", "triton": "#009E73"}
 MARKERS = {"cuda": "s", "tilelang": "D", "triton": "o"}
 _MORE = (("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
@@ -45,8 +43,8 @@ def need(table: pd.DataFrame, what: str) -> None:
 
 
 def languages(table: pd.DataFrame) -> list[str]:
-    """The languages of a table of trials or compiles, which hold those of the libraries too."""
-    return sorted(set(table["backend"]) - LIBRARIES)
+    """The languages of a table of trials or compiles, which hold those of the libraries too (``role``)."""
+    return sorted(set(table[table["role"] == "language"]["backend"]))
 
 
 def legend(ax: Axes, title: str = "") -> None:

@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsl_bench import strategies
+from dsl_bench import frames, strategies
 from dsl_bench.jobs import Candidate
-from dsl_bench.records import CaseRef, Race, Record, RunHeader, Trial, Tuned
+from dsl_bench.records import CaseRef, Record, RunHeader, Trial
 from dsl_bench.strategies import Label, Point, Result
 from dsl_bench.transfer import Lessons
 
@@ -97,7 +97,7 @@ def spaces(found: Iterable[Record], gpu: str = "") -> list[Space]:
     chosen = gpu or max(counts, key=lambda name: counts[name], default="")
     trials = [t for t in trials if gpus.get(t.run_id, "") == chosen]
     latest = {t.kernel: t.kernel_hash for t in trials}
-    libraries = _libraries(records)
+    libraries = frames.libraries(records)
     table: dict[tuple[str, str, str, bool], list[Trial]] = {}
     for trial in trials:
         if latest[trial.kernel] == trial.kernel_hash:
@@ -107,17 +107,6 @@ def spaces(found: Iterable[Record], gpu: str = "") -> list[Space]:
             table.setdefault(slot, []).append(trial)
     made = [_space(rows, contender, vendor) for (*_, contender, vendor), rows in table.items()]
     return [s for s in made if len(s.points) >= LEAST and any(t is not None for t in s.times.values())]
-
-
-def _libraries(found: Iterable[Record]) -> set[str]:
-    """Backends whose kernels are baselines: each stands for itself, as in a search."""
-    names = set()
-    for record in found:
-        if isinstance(record, Race):
-            names |= {p.backend for p in record.participants if p.role != "language"}
-        elif isinstance(record, Tuned) and "/" in record.contender:
-            names.add(record.contender.partition("/")[0])
-    return names
 
 
 def _space(rows: Sequence[Trial], contender: str, vendor: bool) -> Space:

@@ -135,8 +135,16 @@ def test_no_text_of_a_figure_lies_on_another(rows: list[report.Row], count: int)
 
 
 def test_trials_of_libraries_are_not_drawn_as_languages() -> None:
-    trials = pd.DataFrame({"backend": ["cuda", "cudnn", "vendor", "mine"]})
+    roles = ["language", "vendor", "vendor", "language"]
+    trials = pd.DataFrame({"backend": ["cuda", "their_library", "vendor", "mine"], "role": roles})
     assert plotting.languages(trials) == ["cuda", "mine"]
+
+
+def test_which_backends_are_libraries_is_read_from_the_records() -> None:
+    trials, compiled = frames.load_trials(RESULTS), frames.load_compiled(RESULTS)
+    for table in (trials, compiled):
+        assert set(table[table["role"] == "language"]["backend"]) == {"cuda", "tilelang", "triton"}
+    assert "vendor" in set(trials[trials["role"] == "vendor"]["backend"])
 
 
 def test_what_a_kernel_says_is_escaped(rows: list[report.Row]) -> None:
