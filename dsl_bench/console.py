@@ -17,7 +17,25 @@ from dsl_bench.errors import unknown
 if TYPE_CHECKING:
     from dsl_bench import api
 
-errors = Console(stderr=True, highlight=False)
+
+class _Errors(Console):
+    """Standard error. Where its reader has gone (`2>&1 | head`), the command goes on without a word: it may
+    be a run, whose records nobody piped."""
+
+    def on_broken_pipe(self) -> None:
+        """From now on, silence."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """As ever; an older Rich raises where a newer one calls :meth:`on_broken_pipe`."""
+        try:
+            super().print(*objects, **how)
+        except BrokenPipeError:
+            self.on_broken_pipe()
+
+
+errors = _Errors(stderr=True, highlight=False)
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NOTHING, EXIT_LOSS, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 3, 4, 130, 141
 FORMATS = ("table", "json", "csv", "md")
@@ -109,7 +127,7 @@ def finish(report: api.Report, fmt: str, verbose: bool, before: Sequence[dict[st
     warn(report.problems)
     try:
         if fmt == "table":
-            print(listing.outcome_summary(report), end="\n\n")
+            put(f"{listing.outcome_summary(report)}\n")
         # a table is for eyes: data for a program lacks nothing
         emit([*before, *listing.outcome_rows(report, refusals=verbose or fmt != "table")], fmt)
     finally:

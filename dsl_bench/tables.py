@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import math
+import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,8 +134,8 @@ def _cells(rows: Sequence[Row], names: Sequence[str]) -> list[list[str]]:
 
 
 def _width() -> int | None:
-    """The width of what nobody's terminal limits; None where one does."""
-    return None if sys.stdout.isatty() else _WIDE
+    """The width of what nobody's terminal limits; None where one does, or COLUMNS says what it is."""
+    return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else _WIDE
 
 
 def _terminal() -> int:
@@ -151,7 +153,7 @@ def _table(rows: Sequence[Row], names: Sequence[str]) -> str:
     out = io.StringIO()
     console = Console(file=out, width=_width(), markup=False, highlight=False, emoji=False)
     if _too_narrow(cells, names, console.width):
-        return _blocks(cells, names)
+        return _blocks(cells, names, console.width)
     plain_box = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
     table = Table(box=box.SIMPLE if _unicode() else plain_box, pad_edge=False)
     for name in names:
@@ -173,11 +175,15 @@ def _too_narrow(
     return sum(min(n, least) for n in longest) + 3 * len(names) - 1 > width
 
 
-def _blocks(cells: Sequence[Sequence[str]], names: Sequence[str]) -> str:
-    """A row as lines of ``name  value``, for a terminal on which a table would not be readable."""
+def _blocks(cells: Sequence[Sequence[str]], names: Sequence[str], width: int) -> str:
+    """A row as lines of ``name  value``, folded, for a terminal on which a table would not be readable."""
     pad = max((len(n) for n in names), default=0)
-    blocks = [
-        "\n".join(f"{n:<{pad}}  {text}" for n, text in zip(names, line, strict=True) if text)
-        for line in cells
-    ]
+    room = max(_LEAST, width - pad - 2)
+    blocks = []
+    for line in cells:
+        lines = []
+        for name, text in zip(names, line, strict=True):
+            folded = textwrap.wrap(text, room, break_on_hyphens=False)
+            lines += [f"{n:<{pad}}  {t}" for n, t in zip([name, *[""] * len(folded)], folded, strict=False)]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -149,6 +149,28 @@ def test_a_full_disk_a_closed_pipe_and_an_ascii_terminal_give_no_traceback(tmp_p
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+    command += ["--plugin", "mine.py"]  # which is said on standard error: its reader too has gone
+    (tmp_path / "mine.py").write_text("KERNELS = 1")
+    for stdout, code in ((subprocess.PIPE, 0), (subprocess.STDOUT, 141)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        out = writer if stdout is subprocess.STDOUT else stdout
+        done = subprocess.run([*command, "-v"], stdout=out, stderr=writer, text=True, env=env, cwd=tmp_path)
+        os.close(writer)
+        assert done.returncode == code, (stdout, done.stdout)
+
+
+def test_a_run_whose_reader_has_gone_loses_no_record(tmp_path):
+    command = [sys.executable, "-m", "dsl_bench", "run", "gemm", "--target", "interpret"]
+    env = {**os.environ, "DSL_BENCH_BACKENDS": "cuda"}
+    command += ["--case", "m=64,n=64,k=64", "--out", "run.jsonl"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=writer, env=env, cwd=tmp_path)
+    os.close(writer)
+    assert done.returncode == 141
+    kinds = [json.loads(line)["type"] for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert kinds[0] == "run" and len(kinds) > 1, kinds
     done = dsl_bench("list", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
@@ -190,6 +212,15 @@ def test_a_narrow_terminal_gets_blocks_of_lines(monkeypatch):
     monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: True, raising=False)
     text = tables.render([row, row], "table")
     assert text.splitlines()[0] == "a  a long text that would be folded"
+    # a pipe has no width, unless it was given one
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: False, raising=False)
+    text = tables.render(
+        [dict.fromkeys("abcdef", "a long text that has to be folded once, at a blank")], "table"
+    )
+    assert text.splitlines()[:2] == ["a  a long text that has to be folded", "   once, at a blank"]
+    assert tables.render([row], "csv").splitlines()[1] == ",".join(row.values())
+    monkeypatch.setattr(tables.sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "300")
     assert tables.render([row, row], "table").count("a long text that would be folded") == 12
 
