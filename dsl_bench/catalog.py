@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
-from dsl_bench import jobs, keeping, registry
+from dsl_bench import claims, jobs, keeping, registry
 from dsl_bench.errors import NothingMatched, UsageError, unknown
 from dsl_bench.jobs import BackendInfo, Described, KernelInfo, Origin, TargetInfo, WorkloadInfo
 from dsl_bench.nursery import Nursery, Zygote
@@ -66,9 +66,12 @@ class Catalog:
 
     @property
     def failed(self) -> list[Described]:
-        """Plugins that could not be used, or not as a whole (state ``failed``, with the reason)."""
+        """Plugins that could not be used, or not as a whole (state ``failed``, with the reason); none that a
+        file replaces."""
         rows = []
         for d in self.described:
+            if d.state == claims.REPLACED:
+                continue
             problems = [*(d.backend.problems if d.backend else ()), *d.problems]
             if d.state != "ready":
                 rows.append(d)
@@ -144,7 +147,7 @@ def load(
     for (kind, name), owners in clashes.items():
         who = " and ".join(f"{o.dist} ({o.value})" for o in owners)
         described += [Described(o, "duplicate", f"{kind} {name!r} is claimed by {who}") for o in owners]
-    return Catalog(tuple(_with_lost_kernels(_without_twins(described))))
+    return Catalog(tuple(claims.settled(described)))
 
 
 def cases() -> list[CaseRef]:
@@ -178,7 +181,7 @@ def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Descri
             files = [o for o in found if o.kind in ("kernel", "file")]
             plain = [o for o in found if o.kind == "workload"]
             first, second = (threads.map(lambda o: describer.describe(o, ()), row) for row in (files, plain))
-            adders = dict(zip(files, first, strict=True))
+            adders = claims.without_replaced(dict(zip(files, first, strict=True)))
             rows |= adders
             again = [o for o, d in adders.items() if d.backend is not None and added(d.backend.name)]
             rest = [o for o in found if o.kind != "workload" and (o not in rows or o in again)]
@@ -188,47 +191,6 @@ def _describe_all(found: Sequence[Origin], describer: _Describer) -> list[Descri
             describer.stop.set()
             raise
     return [rows[o] for o in found]
-
-
-def _without_twins(described: Iterable[Described]) -> list[Described]:
-    """Two origins with different entry names may still bring backends, or workloads, of one name."""
-    owners: dict[tuple[str, str], list[Described]] = {}
-    rows = list(described)
-    for row in rows:
-        for kind, info in (("backend", row.backend), ("workload", row.workload)):
-            if info is not None and row.state == "ready":
-                owners.setdefault((kind, info.name), []).append(row)
-    clashing = {
-        id(row): (kind, twins) for (kind, _), twins in owners.items() if len(twins) > 1 for row in twins
-    }
-    result = []
-    for row in rows:
-        if id(row) in clashing:
-            kind, twins = clashing[id(row)]
-            who = " and ".join(f"{r.origin.dist} ({r.origin.value})" for r in twins)
-            row = msgspec.structs.replace(
-                row, state="duplicate", reason=f"two owners of one {kind} name: {who}; use one of them"
-            )
-        result.append(row)
-    return result
-
-
-def _with_lost_kernels(described: Iterable[Described]) -> list[Described]:
-    """A plugin's kernel whose name is taken already is a problem of that plugin."""
-    rows = list(described)
-    owners: dict[str, Origin] = {}
-    for row in rows:
-        if row.backend is not None and row.state == "ready":
-            owners |= {k.id: k.origin for k in row.backend.kernels}
-    result = []
-    for row in rows:
-        lost = []
-        for kernel in row.kernels if row.state == "ready" else ():
-            first = owners.setdefault(kernel.id, row.origin)
-            if first != row.origin:
-                lost.append(f"kernel {kernel.id} is left out: {first.dist} ({first.value}) has it")
-        result.append(msgspec.structs.replace(row, problems=[*row.problems, *lost]) if lost else row)
-    return result
 
 
 class _Describer:
