@@ -59,7 +59,8 @@ class Kernel:
     ``default(case)`` is the author's own first guess, and ``seeds(case)`` further ones, best first.
     ``valid`` returns None or the reason why not. ``cost(case, config)`` is a rough time in µs that says what
     to try first; without it a model of waves and roofline guesses. ``files`` are helper files beside the
-    kernel file (relative to it) that count into its source hash.
+    kernel file (relative to it) that count into its source hash; what a ``--plugin`` file imports from its
+    own folder counts without being named.
     """
 
     id: str

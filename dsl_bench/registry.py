@@ -6,6 +6,7 @@ origins inside a worker: whatever a plugin does there (raise, exit, hang) costs 
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib.metadata
@@ -90,7 +91,48 @@ def kernel_file(kernel: Kernel) -> Path:
 def kernel_files(kernel: Kernel) -> tuple[Path, ...]:
     """The kernel's file and its helper files."""
     main = kernel_file(kernel)
-    return (main, *(main.parent / name for name in kernel.files))
+    named = [main.parent / name for name in kernel.files]
+    beside = siblings(main) if main.parent.resolve() in _file_folders else []
+    return (main, *named, *(path for path in beside if path not in named))
+
+
+#: the folders of the plugins that this process loaded as files
+_file_folders: set[Path] = set()
+
+
+def siblings(file: Path) -> list[Path]:
+    """The modules in the folder of ``file`` that it imports, and those that these import, sorted; of a
+    package all its modules. They are found in the text: nothing is imported.
+
+    Empty for a file among installed packages."""
+    folder = file.parent
+    if folder.name.endswith("-packages"):
+        return []
+    found: set[Path] = set()
+    waiting = [file]
+    while waiting:
+        for name in _imported(waiting.pop()):
+            package = folder / name / "__init__.py"
+            these = package.parent.rglob("*.py") if package.is_file() else [folder / f"{name}.py"]
+            new = {path for path in these if path.is_file()} - {file, *found}
+            found |= new
+            waiting += new
+    return sorted(found)
+
+
+def _imported(file: Path) -> set[str]:
+    """The first parts of the names of all modules that a file imports; none where it cannot be read."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return set()
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
 
 
 def source_hash(kernel: Kernel) -> str:
@@ -216,6 +258,7 @@ def _import(origin: Origin) -> Any:
         raise PluginError(f"{origin.value} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _file_folders.add(Path(origin.value).parent)
     spec.loader.exec_module(module)
     return module
 
@@ -308,7 +351,7 @@ class Fingerprints:
 
 def _sources(origin: Origin) -> list[Path]:
     if origin.kind == "file":
-        return [Path(origin.value)]
+        return [Path(origin.value), *siblings(Path(origin.value))]
     spec = importlib.util.find_spec(origin.value.partition(":")[0].partition(".")[0])
     roots = list(spec.submodule_search_locations or ()) if spec else []
     if spec and not roots and spec.origin and Path(spec.origin).is_file():

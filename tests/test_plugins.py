@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from dsl_bench import registry
+
 FIXTURE = Path(__file__).resolve().parent / "plugin_fixture"
 PACKAGE = "dsl_bench_numpyref"
 RUN = ("run", "gemm", "--backend", "numpyref", "--target", "interpret", "--case", "m=16,n=32,k=16,dtype=fp16")
@@ -155,6 +157,24 @@ def test_two_plugins_of_one_name_are_both_refused(install: Install, cli: Any) ->
         assert "dsl-bench-other" in row["reason"]
 
 
+def test_a_file_replaces_the_installed_plugin_that_it_is_the_source_of(
+    install: Install, single: Single, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    monkeypatch.setenv("DSL_BENCH_BACKENDS", "numpyref")
+    path = single(name="numpyref")
+    given = ("--plugin", str(path), "--format", "json")
+    rows = rows_of(cli, "list", "--strict", *given)
+    installed, file = (row(rows, "numpyref", kind) for kind in ("backend", "file"))
+    assert installed["state"] == "replaced" and str(path) in installed["reason"]
+    assert file["state"] == "ready"
+    (kernel,) = (r for r in rows if r["name"] == "numpyref/gemm")
+    assert (kernel["state"], kernel["from"]) == ("ready", "file")
+    done = cli("run", "gemm", "--backend", "numpyref", "--target", "interpret", *SMALL, *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {(r["what"], r["status"]) for r in json.loads(done.stdout)} == {("interpret", "ok")}
+
+
 def test_a_plugin_can_be_one_file(single: Single, cli: Any) -> None:
     single()
     # the same file twice is one plugin
@@ -260,6 +280,35 @@ def test_a_helper_file_counts_into_the_hash(single: Single, cli: Any, tmp_path: 
     lost = row(rows_of(cli, *LIST), "mine")
     assert lost["state"] == "failed"
     assert "table.txt" in lost["reason"]
+
+
+def test_a_module_beside_the_file_counts_into_the_hash(single: Single, cli: Any, tmp_path: Path) -> None:
+    beside = "import sys; sys.path.insert(0, __file__.rpartition('/')[0])\nimport beside\nBACKEND ="
+    path = single({"\nBACKEND =": f"\n{beside}"})
+    (tmp_path / "beside.py").write_text("import further")
+    hashes = set()
+    for summary in ("one", "another"):
+        (tmp_path / "further.py").write_text(f"SUMMARY = {summary!r}")
+        assert cli(*MINE, *SMALL).returncode == 0
+        hashes |= {r["kernel_hash"] for r in kept(tmp_path, "interpret")}
+    assert len(hashes) == 2
+    assert registry.siblings(path) == [tmp_path / "beside.py", tmp_path / "further.py"]
+
+
+def test_a_workload_is_read_again_when_a_module_beside_it_changes(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys; sys.path.insert(0, __file__.rpartition('/')[0])\n"
+        "import dataclasses, sizes\n"
+        "from dsl_bench.workloads.gemm import Gemm\n"
+        "class Mine(Gemm):\n"
+        "    name = 'mine'\n"
+        "    def cases(self):\n"
+        "        return list(super().cases())[: sizes.COUNT]\n"
+        "WORKLOAD = Mine()\n"
+    )
+    for count in (2, 13):
+        (tmp_path / "sizes.py").write_text(f"COUNT = {count}")
+        assert row(rows_of(cli, *LIST), "mine")["reason"].startswith(f"{count} cases")
 
 
 @pytest.fixture
