@@ -72,7 +72,7 @@ def split_cases(
     where = [f"--case {c!r}" for c in texts]
     for line, row in sizes.read_case_file(file) if file is not None else ():
         own.append(row)
-        where.append(f"{file}:{line}")
+        where.append(f"--cases {file}:{line}")
     return patterns, own, where
 
 

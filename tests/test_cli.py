@@ -92,12 +92,21 @@ def test_help_lists_every_command(tmp_path):
 
 def test_case_files_name_the_line_at_fault(tmp_path):
     for text, words in (
-        ("M,N,K\n4,4,4\n4,x,4\n", "cases.csv:3: gemm: n='x'"),
-        ("m,n,k\n4,4,4,5\n", "cases.csv:2: more cells"),
-        ("m,n,k,m\n4,4,4,5\n", "cases.csv:1: the column 'm' is there twice"),
-        ("m,n,k\n", "cases.csv: no case"),
+        (b"M,N,K\n4,4,4\n4,x,4\n", "--cases cases.csv:3: gemm: n='x' is not a positive integer"),
+        (b"m,n,k\n4,,4\n", "--cases cases.csv:2: gemm: a case takes m, n, k, dtype; missing n"),
+        (b"m,n,q\n4,4,4\n", "--cases cases.csv:2: gemm: a case takes m, n, k, dtype; unknown q; missing k"),
+        (
+            b"m,n,k\n4,4,4,5\n",
+            "--cases cases.csv:2: column 4: '5' has no name; the header line names m, n, k",
+        ),
+        (b",n,k\n4,4,4\n", "--cases cases.csv:2: column 1: '4' has no name; the header line names n, k"),
+        (b"m,n,k,m\n4,4,4,5\n", "cases.csv:1: the column 'm' is there twice, as column 1 and column 4"),
+        (b"m;n;k\n4;4;4\n", "--cases cases.csv:1: column 1: 'm;n;k' is no name; cells are split by commas"),
+        (b"m,n,k\n", "--cases cases.csv: no case under the header line m,n,k"),
+        (b"", "--cases cases.csv:1: no header line"),
+        (b"m,n,k\n4,\xff,4\n", "--cases cases.csv:2: column 2: byte 0xff is not UTF-8"),
     ):
-        (tmp_path / "cases.csv").write_text(text)
+        (tmp_path / "cases.csv").write_bytes(text)
         done = dsl_bench("plan", "gemm", "--cases", "cases.csv", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert words in done.stderr

@@ -109,9 +109,9 @@ class Gemm(Workload):
         missing = [p for p in self.param_names if p not in values]
         extra = sorted(set(values) - set(self.param_names))
         if missing or extra:
-            raise UsageError(
-                f"gemm: a case takes m, n, k, dtype; missing {missing or 'none'}, unknown {extra or 'none'}"
-            )
+            wrong = [f"unknown {', '.join(extra)}"] if extra else []
+            wrong += [f"missing {', '.join(missing)}"] if missing else []
+            raise UsageError(f"gemm: a case takes m, n, k, dtype; {'; '.join(wrong)}")
         m, n, k = (positive_int("gemm", p, values[p]) for p in self.param_names)
         named = {(c["m"], c["n"], c["k"], c.dtype): c for c in self.cases()}
         return named.get((m, n, k, dtype)) or _case((m, n, k), dtype, ("own",))
