@@ -137,13 +137,20 @@ def test_broken_plugins_are_shown_and_cost_nobody_else(
 def test_a_plugin_whose_probe_hangs_is_cut_off(install: Install, cli: Any) -> None:
     install()
     install("other", find="ready = target", put="__import__('time').sleep(999); ready = target")
+    # with that plugin alone: the others may be slow, on a machine that does something else besides
     impatient = (
-        "from dsl_bench import catalog, pool; "
-        "catalog.DESCRIBE_SECONDS = 2.0; pool.START_SECONDS['describe'] = 8.0"
+        "from dsl_bench import pool; patient = pool.Worker.run\n"
+        "def run(self, job, deadline, *args, **more):\n"
+        "    other = getattr(getattr(job, 'origin', None), 'name', '') == 'other'\n"
+        "    deadline = 6.0 - pool.START_SECONDS['describe'] if other else deadline\n"
+        "    return patient(self, job, deadline, *args, **more)\n"
+        "pool.Worker.run = run"
     )
-    (row,) = listed(cli, before=impatient)["other"]
+    rows = listed(cli, before=impatient)
+    assert [r["state"] for r in rows["numpyref"]] == ["ready"]
+    (row,) = rows["other"]
     assert row["state"] == "failed"
-    assert row["reason"]
+    assert "killed" in row["reason"]
     assert cli(*RUN, before=impatient).returncode == 0
 
 
