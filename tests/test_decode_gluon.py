@@ -1,8 +1,5 @@
 """``triton/attention_decode_gluon`` without a GPU: what the compiler makes of it, how sequences are cut."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from dsl_bench.workload import Case
@@ -22,13 +19,8 @@ def kernel():
     return KERNEL
 
 
-def facts_of(case: Case, config: dict, folder: Path):
-    from dsl_bench.backends.triton import BACKEND
-    from dsl_bench.plugin import cubin_facts
-
-    static = json.loads(json.dumps(dict(kernel().static(case, config))))
-    artifact = BACKEND.compile(kernel().source(static, "sm_90a"), "sm_90a", folder)
-    return artifact, cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+def facts_of(compiled, case: Case, config: dict):
+    return compiled(kernel().id, kernel().static(case, config))
 
 
 def test_space() -> None:
@@ -41,11 +33,11 @@ def test_space() -> None:
             assert config in good, (case.name, config)
 
 
-def test_default_compiles(tmp_path: Path) -> None:
+def test_default_compiles(compiled) -> None:
     """16-byte asynchronous copies, 16 products a warp and tile for either operand, and nothing spilled."""
     case = CASES["1x8192-h32-8-p16-bf16"]
     config = dict(kernel().default(case))
-    artifact, facts = facts_of(case, config, tmp_path / "a")
+    artifact, facts = facts_of(compiled, case, config)
     assert facts.sass["HMMA"] == 32
     assert facts.sass["LDSM"] == 16
     assert facts.sass["LDGSTS"] == 16 * (config["stages"] + 1)
@@ -58,10 +50,10 @@ def test_default_compiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["1x8192-h32-8-p16-bf16", "16x32768-h64-8-p64-bf16", "32x4096-h32-32-p16-bf16"]
 )
-def test_seeds_compile(name: str, tmp_path: Path) -> None:
+def test_seeds_compile(name: str, compiled) -> None:
     """As many blocks fit on an SM as a config says, without spills."""
-    for i, config in enumerate(kernel().seeds(CASES[name])):
-        artifact, facts = facts_of(CASES[name], dict(config), tmp_path / str(i))
+    for config in kernel().seeds(CASES[name]):
+        artifact, facts = facts_of(compiled, CASES[name], dict(config))
         assert (facts.spill_stores, facts.spill_loads) == (0, 0), config
         assert facts.registers * 32 * config["warps"] * config["blocks"] <= 65536, config
         assert (artifact.meta["smem"] + 1024) * config["blocks"] <= 233472, config

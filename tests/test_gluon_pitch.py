@@ -49,13 +49,11 @@ def config(tile: str, cluster: str, stages: int, stride: int = 1) -> dict:
     return {"tile": tile, "cluster": cluster, "stride": stride, "stages": stages, "group": 8}
 
 
-def build(chosen: dict, folder: Path):
+def build(compiled, chosen: dict):
+    """The artifact and its facts; tests of one config share them."""
     from dsl_bench.kernels.triton import gemm_pitch
 
-    from dsl_bench.backends.triton import BACKEND
-
-    static = json.loads(json.dumps(gemm_pitch.static(case(4000, 4104, 4072), chosen)))
-    return BACKEND.compile(gemm_pitch.source(static, "sm_90a"), "sm_90a", folder)
+    return compiled("triton/gemm_pitch", gemm_pitch.static(case(4000, 4104, 4072), chosen))
 
 
 def product(ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, seed: int = 0):
@@ -101,14 +99,11 @@ def product(ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, 
         pytest.param("128x160 pingpong", "2x1", 5, marks=pytest.mark.slow),
     ],
 )
-def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, tmp_path: Path) -> None:
+def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, compiled) -> None:
     from dsl_bench.kernels.triton._pitch import Tile
 
-    from dsl_bench.plugin import cubin_facts
-
     plan = Tile.of(tile, cluster, stages)
-    artifact = build(config(tile, cluster, stages), tmp_path / "a")
-    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    artifact, facts = build(compiled, config(tile, cluster, stages))
     assert (facts.stack, facts.loop_local) == (0, 0)
     # a step's products for each warpgroup, once more where the first step is peeled; none waits for another
     products = plan.mi * 4 * plan.consumers
@@ -145,20 +140,20 @@ def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, tmp_path
     ],
 )
 def test_its_ptx_multiplies(
-    tile: str, cluster: str, stages: int, stride: int, sizes: tuple[int, int, int], tmp_path: Path
+    tile: str, cluster: str, stages: int, stride: int, sizes: tuple[int, int, int], compiled
 ) -> None:
     """Every element right, no deadlock, no operand or staged sum overwritten too early."""
     chosen = config(tile, cluster, stages, stride)
-    artifact = build(chosen, tmp_path / "a")
+    artifact, _ = build(compiled, chosen)
     got, want = product((artifact.folder / "kernel.ptx").read_text(), chosen, sizes, clusters=2)
     assert (got == want).all()
 
 
 @pytest.mark.slow
-def test_the_emulator_sees_what_is_missing(tmp_path: Path) -> None:
+def test_the_emulator_sees_what_is_missing(compiled) -> None:
     """Without releases the ring stands still; without a fence or a wait, bytes are read too early or late."""
     chosen, sizes = config("144x256 swapped", "2x1", 4), (300, 264, 520)
-    ptx = (build(chosen, tmp_path / "a").folder / "kernel.ptx").read_text()
+    ptx = (build(compiled, chosen)[0].folder / "kernel.ptx").read_text()
     for pattern, instead, fault in (
         (r"@p mbarrier\.arrive\.shared::cluster\.b64 _, \[bar\];", "", "wait"),
         (r"fence\.proxy\.async\.shared::cta;", "", "fence"),

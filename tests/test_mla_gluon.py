@@ -3,7 +3,6 @@
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -18,20 +17,15 @@ CASES = {case.name: case for case in WORKLOAD.cases()}
 
 
 @pytest.mark.parametrize(("lag", "prefetch"), [(False, True), (True, True), (False, False)])
-def test_compiles(lag: bool, prefetch: bool, tmp_path: Path) -> None:
+def test_compiles(lag: bool, prefetch: bool, compiled) -> None:
     """36 products for a tile's logits and 8 for the left sums, in two places, and 8 for the right ones; one
     wait a group; 240 registers for each half and 24 for the producer; nothing spilled."""
     from dsl_bench.kernels.triton.mla_decode_gluon import KERNEL
 
-    from dsl_bench.backends.triton import BACKEND
-    from dsl_bench.plugin import cubin_facts
-
     case = CASES["128x4096-h128-q1-bf16"]
     config = {**KERNEL.default(case), "lag": lag, "prefetch": prefetch}
     assert KERNEL.valid(case, config) is None
-    static = json.loads(json.dumps(dict(KERNEL.static(case, config))))
-    artifact = BACKEND.compile(KERNEL.source(static, "sm_90a"), "sm_90a", tmp_path / "a")
-    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    artifact, facts = compiled(KERNEL.id, KERNEL.static(case, config))
     assert facts.sass["HGMMA"] == 2 * (36 + 8) + 8
     # a group begins with one and waits are six: more would be products that wait for one another
     assert facts.sass["WARPGROUP"] <= 2 * (5 + 2) + 2 + 6

@@ -7,6 +7,7 @@ a script with TRITON_INTERPRET=1.
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,9 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in WORKLOAD.cases()}
 
 
-def build(kernel: Kernel, case: Case, config: dict, folder: Path):
-    from dsl_bench.backends.triton import BACKEND
-
-    static = json.loads(json.dumps(dict(kernel.static(case, config))))
-    return BACKEND.compile(kernel.source(static, "sm_90a"), "sm_90a", folder)
+def build(compiled, kernel: Kernel, case: Case, config: dict):
+    """The artifact and its facts; tests of one specialisation share them."""
+    return compiled(kernel.id, kernel.static(case, config))
 
 
 def test_kernels_are_found() -> None:
@@ -71,16 +70,13 @@ def test_kernels_are_found() -> None:
 
 
 @pytest.mark.parametrize("kernel_id", KERNEL_IDS)
-def test_default_compiles_without_spills(kernel_id: str, tmp_path: Path) -> None:
-    from dsl_bench.plugin import cubin_facts
-
+def test_default_compiles_without_spills(kernel_id: str, compiled) -> None:
     kernel = kernels()[kernel_id]
     name, hgmma, loads = MADE_FOR[kernel_id]
     case = cases()[name]
     config = dict(kernel.default(case))
     assert kernel.valid(case, config) is None
-    artifact = build(kernel, case, config, tmp_path / "a")
-    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    artifact, facts = build(compiled, kernel, case, config)
     assert facts.stack == 0
     assert facts.loop_local == 0
     assert facts.registers <= 255
@@ -91,15 +87,12 @@ def test_default_compiles_without_spills(kernel_id: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("form", ["flat", "persistent"])
-def test_forms_of_gemm(form: str, tmp_path: Path) -> None:
-    from dsl_bench.plugin import cubin_facts
-
+def test_forms_of_gemm(form: str, compiled) -> None:
     kernel, case = kernels()["triton/gemm"], cases()["4096x4096x4096-bf16"]
     config = {"form": form, "bm": 128, "bn": 256, "bk": 64, "warps": 8, "stages": 3, "group": 8, "sub": 1}
     assert kernel.valid(case, config) is None
     assert kernel.valid(case, {**config, "form": "tile"}), "every wgmma waits in this loop"
-    artifact = build(kernel, case, config, tmp_path / "a")
-    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    artifact, facts = build(compiled, kernel, case, config)
     assert (facts.stack, facts.loop_local) == (0, 0)
     assert artifact.meta["threads"] == 256
     # two warpgroups, each with 64 rows and all 256 columns of the tile
@@ -107,14 +100,11 @@ def test_forms_of_gemm(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kernel_id", ["triton/gemm", "triton/gemm_streamk"])
-def test_tiles_of_192_columns(kernel_id: str, tmp_path: Path) -> None:
+def test_tiles_of_192_columns(kernel_id: str, compiled) -> None:
     """Two products a step, of 128 and of 64 columns, both in flight while the next step is waited for."""
-    from dsl_bench.plugin import cubin_facts
-
     kernel, case = kernels()[kernel_id], cases()["4096x2112x7168-bf16"]
     config = next(dict(c) for c in kernel.seeds(case) if c["bn"] == 192)
-    artifact = build(kernel, case, config, tmp_path / "a")
-    facts = cubin_facts(artifact.folder / artifact.cubin, artifact.entry)
+    artifact, facts = build(compiled, kernel, case, config)
     assert (facts.stack, facts.loop_local) == (0, 0)
     # three loads a stage, in the loop and before it
     assert facts.sass["UTMALDG"] == 3 * config["stages"]
@@ -152,24 +142,24 @@ def test_plan_covers_every_step_once(workers: int) -> None:
 
 
 @pytest.mark.slow
-def test_estimates_of_shared_memory_hold(tmp_path: Path) -> None:
+def test_estimates_of_shared_memory_hold(compiled) -> None:
     """``valid`` refuses by an estimate: it must not be under what the compiler takes, nor far over."""
     from dsl_bench.kernels.triton import gemm, gemm_streamk
 
     case = cases()["4096x4096x4096-bf16"]
     for module in (gemm, gemm_streamk):
-        for i, config in enumerate(module.KERNEL.seeds(case)[:4]):
-            artifact = build(module.KERNEL, case, dict(config), tmp_path / f"{module.KERNEL.id[7:]}{i}")
+        for config in module.KERNEL.seeds(case)[:4]:
+            artifact, _ = build(compiled, module.KERNEL, case, dict(config))
             assert artifact.meta["smem"] <= module._smem(config) <= artifact.meta["smem"] + 20000, config
 
 
-def test_artifact_is_complete_and_movable(tmp_path: Path) -> None:
+def test_artifact_is_complete_and_movable(compiled, tmp_path: Path) -> None:
     """What ``load`` reads lies in the folder, by relative names, and rebuilds Triton's own kernel object."""
     from triton.compiler import CompiledKernel
 
     kernel, case = kernels()["triton/gemm_repack"], cases()["2047x2049x2051-bf16"]
-    artifact = build(kernel, case, dict(kernel.default(case)), tmp_path / "a")
-    moved = artifact.folder.rename(tmp_path / "b")
+    artifact, _ = build(compiled, kernel, case, dict(kernel.default(case)))
+    moved = shutil.copytree(artifact.folder, tmp_path / "b")
     assert artifact.meta["extra"] == 1
     json.dumps(dict(artifact.meta))
     assert not list(moved.glob("**/cache"))
