@@ -414,6 +414,28 @@ def timelines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def page(record: Mapping[str, Any]) -> str:
+    """A record as Markdown: on what, the arms without their answers, and how ours held."""
+    from dsl_bench import tables
+
+    env = record["environment"]
+    rows = [row for result in record["results"] for row in table(result)]
+    columns = [name for name in rows[0] if name != "answer"]
+    packages = ", ".join(f"{name} {env['packages'][name]}" for name in ("torch", *FLOORS))
+    head = f"{env['gpu']}, {env['cpus']} cores, {record['date']}; driver {env['driver']}, {packages}; {record['case']}."
+    verdicts = "\n".join(f"- {verdict(result)}" for result in record["results"])
+    return f"{head}\n\n{tables.markdown(rows, columns)}\n\n{verdicts}"
+
+
+def verdict(result: Mapping[str, Any]) -> str:
+    """A result's last line."""
+    return (
+        f"{result['language']}: {result['part']:.2f} of the language's own time "
+        f"(at most {result['floor']:.2f}), answer {'within' if result['good'] else 'NOT within'} "
+        f"{LEEWAY:.0%} of the exhaustive best: {'held' if result['held'] else 'MISSED'}"
+    )
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -422,6 +444,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, help=f"trials of our search (default: {TRIALS})")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds for each arm")
     parser.add_argument("--out", type=Path, help="write the record here (JSON)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="only show a record, as Markdown")
     parser.add_argument("--arm", choices=sorted(THEIRS), help=argparse.SUPPRESS)
     parser.add_argument("--configs", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -433,6 +456,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.arm:
         print(json.dumps(THEIRS[given.arm](given.configs)))
         return 0
+    if given.show:
+        print(page(json.loads(given.show.read_text())))
+        return 0
     from dsl_bench import environment, tables
 
     env = environment.collect()
@@ -442,25 +468,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     languages = given.language or list(FLOORS)
     for name in ("torch", *languages):
         subprocess.run([sys.executable, "-c", f"import {name}"], capture_output=True)
-    results = []
+    results, date = [], time.strftime("%Y-%m-%d", time.gmtime())
     with tempfile.TemporaryDirectory() as folder:
         for language in languages:
             count, trials = given.count or LENGTHS[language], given.trials or TRIALS[language]
             results.append(compare(language, count, trials, given.limit, Path(folder)))
             if given.out:  # after each language: what is cut off keeps the first
-                record = {"environment": env, "case": CASE, "leeway": LEEWAY, "results": results}
+                record = {
+                    "environment": env,
+                    "date": date,
+                    "case": CASE,
+                    "leeway": LEEWAY,
+                    "results": results,
+                }
                 given.out.parent.mkdir(parents=True, exist_ok=True)
                 given.out.write_text(json.dumps(record, indent=1))
     print(tables.render([row for result in results for row in table(result)], "table"))
     for line in [line for result in results for line in timelines(result)]:
         print(line)
     for result in results:
-        verdict = "held" if result["held"] else "MISSED"
-        print(
-            f"{result['language']}: {result['part']:.2f} of the language's own time "
-            f"(at most {result['floor']:.2f}), answer {'within' if result['good'] else 'NOT within'} "
-            f"{LEEWAY:.0%} of the exhaustive best: {verdict}"
-        )
+        print(verdict(result))
     return 0 if all(result["held"] for result in results) else 1
 
 

@@ -105,3 +105,12 @@ def test_a_process_is_stopped_at_its_limit(bench):
 def test_arguments(bench):
     given = bench.parse(["--language", "triton", "--count", "8", "--limit", "20"])
     assert (given.language, given.count, given.limit) == (["triton"], 8, 20.0)
+
+
+def test_the_page_shows_the_recorded_run(bench):
+    record = json.loads((ROOT / "results" / "nvidia-h200" / "20261202-tuners.json").read_text())
+    text = (ROOT / "docs" / "tuning.md").read_text()
+    shown = text.partition("<!-- tuners -->\n")[2].partition("\n<!-- /tuners -->")[0]
+    assert shown == bench.page(record)
+    assert {r["language"] for r in record["results"]} == set(bench.FLOORS)
+    assert all(r["held"] for r in record["results"])
