@@ -422,9 +422,9 @@ def page(record: Mapping[str, Any]) -> str:
     rows = [row for result in record["results"] for row in table(result)]
     columns = [name for name in rows[0] if name != "answer"]
     packages = ", ".join(f"{name} {env['packages'][name]}" for name in ("torch", *FLOORS))
-    head = f"{env['gpu']}, {env['cpus']} cores, {record['date']}; driver {env['driver']}, {packages}; {record['case']}."
+    where = f"{env['gpu']}, {env['cpus']} cores, {record['date']}; driver {env['driver']}, {packages}"
     verdicts = "\n".join(f"- {verdict(result)}" for result in record["results"])
-    return f"{head}\n\n{tables.markdown(rows, columns)}\n\n{verdicts}"
+    return f"{where}; {record['case']}.\n\n{tables.markdown(rows, columns)}\n\n{verdicts}"
 
 
 def verdict(result: Mapping[str, Any]) -> str:
