@@ -18,15 +18,18 @@ from typing import Protocol
 
 from dsl_bench.errors import UsageError, unknown
 from dsl_bench.jobs import Candidate
-from dsl_bench.records import ConfigDict
+from dsl_bench.records import Choice, ConfigDict
 
 #: relative distance to the best median within which a trial counts as a near-tie: quick trials of one
 #: kernel scatter by about one per cent
 NEAR = 0.02
 #: points that a strategy which learns asks for at a time
 ROUND = 6
-#: how many near-ties race each other for the place
-FINALISTS = 5
+#: relative distance to the best median within which a trial may still win: a quick trial meets the chip at its
+#: highest clocks, and under load configs of one kernel change places by some per cent
+REACH = 0.05
+#: how many of them race each other for the place, and how many near-ties the record keeps
+FINALISTS, KEPT = 8, 5
 
 #: a kernel's id and a config as text: what makes two points the same
 Label = tuple[str, str]
@@ -280,11 +283,22 @@ def best_results(results: Iterable[Result]) -> list[Result]:
     return list(held.values())
 
 
-def near_ties(results: Sequence[Result], limit: int = FINALISTS) -> list[Result]:
-    """The results within ``NEAR`` of the best, best first, at most ``limit``."""
+def near_ties(results: Sequence[Result], limit: int = KEPT, within: float = NEAR) -> list[Result]:
+    """The results within ``within`` of the best, best first, at most ``limit``."""
     good = [r for r in best_results(results) if r.median_ns is not None]
     good.sort(key=lambda r: r.median_ns or 0.0)
     if not good:
         return []
     best = good[0].median_ns or 0.0
-    return [r for r in good if (r.median_ns or 0.0) <= best * (1 + NEAR)][:limit]
+    return [r for r in good if (r.median_ns or 0.0) <= best * (1 + within)][:limit]
+
+
+def finalists(results: Sequence[Result]) -> list[Result]:
+    """The results that race each other for the place, best first."""
+    return near_ties(results, FINALISTS, REACH)
+
+
+def kept(choices: Sequence[Choice]) -> list[Choice]:
+    """Of choices in their final order, best first: the winner and its near-ties."""
+    best = choices[0].median_ns or 0.0
+    return [c for c in choices if (c.median_ns or 0.0) <= best * (1 + NEAR)][:KEPT]

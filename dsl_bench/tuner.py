@@ -159,7 +159,7 @@ class Tuner:
         if held is None:
             return None
         tuned, differs = held
-        found = [self.contest.point_of(case, rival, c) for c in tuned.near[: strategies.FINALISTS]]
+        found = [self.contest.point_of(case, rival, c) for c in tuned.near[: strategies.KEPT]]
         points = [p for p in found if p is not None]
         if not points:
             return None
@@ -255,7 +255,7 @@ class Tuner:
 
     def _settle(self, search: _Search, bound: str = "") -> None:
         search.settled = True
-        near = strategies.near_ties(search.results)
+        near = strategies.finalists(search.results)
         if not bound:
             bound = "trials" if search.tried >= search.budget else "strategy"
             bound = "space" if search.tried >= search.space else bound
@@ -267,6 +267,7 @@ class Tuner:
         regret = 0.0
         if len(choices) > 1 and self._built(near):
             choices, regret = self._finals(search.case, choices)
+        choices = strategies.kept(choices)
         built = self.session.built(choices[0].key)
         tuned = Tuned(
             run_id=self.session.run_id,

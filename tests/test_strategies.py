@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dsl_bench import strategies
 from dsl_bench.errors import UsageError
 from dsl_bench.jobs import Candidate
+from dsl_bench.records import Choice
 from dsl_bench.strategies import Point, Result
 
 
@@ -172,6 +173,15 @@ def test_near_ties_are_within_two_per_cent_best_first():
     times = [103.0, 100.0, 101.5, None, 100.5, 150.0]
     near = strategies.near_ties([Result(p, t) for p, t in zip(points, times, strict=False)])
     assert [r.median_ns for r in near] == [100.0, 100.5, 101.5]
+
+
+def test_finalists_are_more_than_the_near_ties_and_what_is_kept_is_near_the_winner():
+    points = space()
+    times = [104.5, 100.0, 101.5, None, 106.0]
+    run = strategies.finalists([Result(p, t) for p, t in zip(points, times, strict=False)])
+    assert [r.median_ns for r in run] == [100.0, 101.5, 104.5]
+    under_load = [Choice("toy/a", "", {"n": n}, median_ns=t) for n, t in enumerate((110.0, 111.0, 113.0))]
+    assert [c.median_ns for c in strategies.kept(under_load)] == [110.0, 111.0]
 
 
 def test_near_ties_of_nothing_are_nothing():
