@@ -25,8 +25,8 @@ from dsl_bench.records import Choice, ConfigDict
 NEAR = 0.02
 #: points that a strategy which learns asks for at a time
 ROUND = 6
-#: relative distance to the best median within which a trial may still win: a quick trial meets the chip at its
-#: highest clocks, and under load configs of one kernel change places by some per cent
+#: relative distance to the best median within which a trial may still win: a quick trial meets the chip at
+#: its highest clocks, and under load configs of one kernel change places by some per cent
 REACH = 0.05
 #: how many of them race each other for the place, and how many near-ties the record keeps
 FINALISTS, KEPT = 8, 5
