@@ -246,6 +246,7 @@ def mla_case(lens: str, heads: int, sq: int = 1, dtype: str = "bf16") -> Case:
 LEAN = {"heads": 1, "slices": 4, "resident": 1, "flight": 64, "plan": "stream"}
 PAIRS = {**LEAN, "heads": 2, "slices": 2}
 WIDE = {"form": "wide", "cluster": 1, "lag": 0, "plan": "even"}
+HELD = {**WIDE, "form": "held"}
 NARROW = {**WIDE, "form": "narrow"}
 RUNS = [
     # pieces across sequences, empty ones, pages of each size, one to sixteen query heads a KV head
@@ -258,11 +259,16 @@ RUNS = [
         2,
     ),
     (DECODE, decode_case("129+63", "16/1", 64, "fp16"), {**LEAN, "slices": 8, "flight": 128}, 4),
-    # both forms, one and two tiles of rows, clusters, lag, masks that hide a whole block, cut and whole
+    # all forms, one and two tiles of rows, clusters, lag, masks that hide a whole block, cut and whole
     (MLA, mla_case("0+1+63+65", 16, 1, "fp16"), {**WIDE, "plan": "stream"}, 3),
     (MLA, mla_case("65+2+0+200", 64, 2), {**WIDE, "cluster": 2, "plan": "stream"}, 6),
     (MLA, mla_case("129+64+1", 128), {**WIDE, "cluster": 2, "lag": 1}, 4),
     (MLA, mla_case("130+1+64", 40, 3), {**WIDE, "lag": 1, "plan": "stream"}, 4),
+    (MLA, mla_case("0+1+63+65", 16, 1, "fp16"), {**HELD, "plan": "stream"}, 3),
+    (MLA, mla_case("65+2+0+200", 64, 2), {**HELD, "cluster": 2, "plan": "stream"}, 6),
+    (MLA, mla_case("129+64+1+0", 128), {**HELD, "cluster": 2, "lag": 1}, 4),
+    (MLA, mla_case("130+1+64", 40, 3), {**HELD, "lag": 1, "plan": "stream"}, 4),
+    (MLA, mla_case("700+5+0+64+130", 64), HELD, 2),
     (MLA, mla_case("700+1+0+64+130", 16), {**NARROW, "plan": "stream"}, 2),
     (MLA, mla_case("65+200+2", 16, 2), NARROW, 4),
     (MLA, mla_case("300", 5, 1, "fp16"), NARROW, 1),

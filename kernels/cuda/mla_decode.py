@@ -1,10 +1,11 @@
 """MLA decode: all heads of a sequence against one latent cache, read once, used as keys and as values.
 
-``cuda/mla_decode`` has two forms. ``wide`` (mla_decode.cu): 64 query rows against 64 tokens at a time on
-wgmma, the sums split over two warpgroups. ``narrow`` (mla_narrow.cu): at most 32 query rows, as the columns
-of wgmma, so that few heads leave the time to memory. In both, pieces of sequences are dealt to blocks in
+``cuda/mla_decode`` has three forms. ``wide`` (mla_decode.cu): 64 query rows against 64 tokens at a time on
+wgmma, the sums split over two warpgroups. ``held`` (mla_held.cu): the same with a warpgroup for the scores
+alone, which holds q in registers. ``narrow`` (mla_narrow.cu): at most 32 query rows, as the columns of
+wgmma, so that few heads leave the time to memory. In all, pieces of sequences are dealt to blocks in
 ``bind``, and a second launch adds up those of cut sequences. Few heads are bound by memory, 128 of them by
-the tensor cores and by the time between softmax and product.
+tensor cores and shared memory.
 """
 
 import struct
@@ -28,15 +29,17 @@ THREADS, TILES, TILE = 384, 9, 64 * 128
 JOIN_WARPS = THREADS // 32
 #: the most query rows of the narrow form
 NARROW = 32
+#: tiles of q that the held form has in registers
+HELD = 7
 #: in blocks of tokens: what a piece costs beside its own, and one of a cut sequence with 64 query rows on top
 PIECE, JOIN = 2.0, 3.0
-#: seconds for a block of tokens, all of whose bytes are there: wide without and with LAG, narrow
-WIDE_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), 1.0e-6
+#: seconds for a block of tokens, all of whose bytes are there: wide and held without and with LAG, narrow
+WIDE_SECONDS, HELD_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), (1.5e-6, 1.5e-6), 1.0e-6
 #: bytes a second of the memory and of the L2 cache; seconds for a launch, and for the second one
 READ_RATE, L2_RATE, START, SECOND = 4.2e12, 5.5e12, 5.0e-6, 4.0e-6
 
 SPACE: dict[str, Sequence[Any]] = {
-    "form": ("wide", "narrow"),
+    "form": ("wide", "held", "narrow"),
     "cluster": (1, 2),
     "lag": (0, 1),
     "plan": _pieces.PLANS,
@@ -47,6 +50,12 @@ def wide_smem() -> int:
     """Dynamic shared memory in mla_decode.cu's layout, bytes: q, two blocks, staging, factors, barriers."""
     factors, barriers = 4 * ROWS * 4, 2 * (TILES + 5) + 2
     return 1024 + 3 * TILES * ROWS * 128 + 8 * 1024 + factors + 8 * barriers
+
+
+def held_smem() -> int:
+    """The same in mla_held.cu's layout: three blocks' values, two rotary tiles, the rest of q, factors, barriers."""
+    tiles, factors, barriers = 3 * 8 + 2 + TILES - HELD, 4 * ROWS * 4, 10 * 3 + 4 * 2 + 2
+    return 1024 + tiles * ROWS * 128 + factors + 2 * 16 + 8 * barriers
 
 
 def narrow_smem(queries: int, ring: int) -> int:
@@ -91,11 +100,12 @@ def static(case: Case, config: Config) -> dict[str, Any]:
     bf16 = int(case.dtype == "bf16")
     if config["form"] == "narrow":
         return {"queries": 16 if rows_of(case) <= 16 else 32, "bf16": bf16}
-    return {"cluster": config["cluster"], "lag": config["lag"], "bf16": bf16}
+    held = {"held": HELD} if config["form"] == "held" else {}
+    return {**held, "cluster": config["cluster"], "lag": config["lag"], "bf16": bf16}
 
 
 def source(static: Mapping[str, Any], arch: str) -> CudaSource:
-    """mla_decode.cu or mla_narrow.cu with its macros."""
+    """mla_decode.cu, mla_held.cu or mla_narrow.cu with its macros."""
     here = Path(__file__)
     defines = {name.upper(): value for name, value in static.items()}
     if "queries" in static:
@@ -103,9 +113,10 @@ def source(static: Mapping[str, Any], arch: str) -> CudaSource:
         bytes_ = narrow_smem(static["queries"], ring)
         defines |= {"RING": ring, "SMEM_BYTES": bytes_}
         return CudaSource(here.with_name("mla_narrow.cu"), "mla_narrow", defines, (), bytes_, THREADS)
-    bytes_, cluster = wide_smem(), (static["cluster"], 1, 1)
+    stem, bytes_ = ("mla_held", held_smem()) if "held" in static else ("mla_decode", wide_smem())
     defines |= {"SMEM_BYTES": bytes_}
-    return CudaSource(here.with_name("mla_decode.cu"), "mla_decode", defines, (), bytes_, THREADS, cluster)
+    cluster = (static["cluster"], 1, 1)
+    return CudaSource(here.with_name(f"{stem}.cu"), stem, defines, (), bytes_, THREADS, cluster)
 
 
 @lru_cache(maxsize=256)
@@ -198,9 +209,11 @@ def seconds(case: Case, config: Mapping[str, Any]) -> float:
     tiles, size = tiles_of(case), PAGE * D_QK * 2
     memory = len(lists) * size / READ_RATE
     cached = len(lists) * tiles / config["cluster"] * size / L2_RATE
-    # two buffers of the wide form hide less of memory's latency
+    # two buffers of the wide form hide less of memory's latency, three of the held one a little more
     if config["form"] == "narrow":
         block = max(NARROW_SECONDS, memory)
+    elif config["form"] == "held":
+        block = max(HELD_SECONDS[config["lag"]], cached, memory * 1.05)
     else:
         block = max(WIDE_SECONDS[config["lag"]], cached, memory * 1.1)
     busiest = _pieces.makespan([s.units for s in spans], lists, PIECE, join_cost(case))
@@ -251,6 +264,8 @@ KERNELS = (
         needs=Needs(archs=("sm_90a",)),
         files=(
             "mla_decode.cu",
+            "mla_held.cu",
+            "mla_held.cuh",
             "mla_narrow.cu",
             "mla.cuh",
             "mla_softmax.cuh",

@@ -55,7 +55,8 @@ inline uint4 load_shared_quad(u32 address) {
 inline float low_half(u32 word) { return half_of(word, 0); }
 inline float high_half(u32 word) { return half_of(word, 1); }
 
-inline void multiply_values(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
+// A in registers.
+inline void multiply_registers(float* d, int columns, const u32 (&a)[4], u64 b, bool b_outer, bool keep) {
     const auto& all = exchange({a[0], a[1], a[2], a[3]});
     Block* const block = machine.current->block;
     const int thread = machine.current->thread;
@@ -63,8 +64,10 @@ inline void multiply_values(float (&d)[128], const u32 (&a)[4], u64 b, int keep)
     for (int r = 0; r < 2; ++r)
         for (int k = 0; k < 16; ++k)
             rows[r][k] = half_of(all[thread % 32 / 4 * 4 + k % 8 / 2][r + k / 8 * 2], k % 2);
-    float* const to = d;
-    machine.current->open.emplace_back([=] { multiply_fragment(to, 256, rows, block, thread, b, true, keep); });
+    machine.current->open.emplace_back([=] { multiply_fragment(d, columns, rows, block, thread, b, b_outer, keep); });
+}
+inline void multiply_values(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
+    multiply_registers(d, 256, a, b, true, keep);
 }
 inline void multiply_values(float (&d)[128], u64 a, u64 b, int keep) {
     multiply_shared(d, 256, a, false, b, true, keep);

@@ -1,0 +1,468 @@
+// o = softmax(q·cᵀ/√576)·c[:, :512]: latent attention in decode form, q held in registers.
+//
+// As mla_decode.cu, a block has 64 query rows and walks pieces of sequences in blocks of 64 tokens. There the scores
+// read q from shared memory again for every block, which is all that shared memory can give, and wait for the
+// softmax of the block before. Here one warpgroup makes scores and softmax and nothing else, with q in registers
+// but for its last tile: half the reads, and room for a third block of latents. Two warpgroups sum 256 columns of P·V
+// each, with P in the place of the rotary tile. The right one (with LAG both) waits until the next scores are done,
+// so that the tensor cores have its product to do during the next softmax. q arrives as a block of its own.
+// In a cluster two blocks with the two halves of 128 query rows load half of every tile and multicast it.
+//
+// Pieces of one sequence leave normalised fp32 sums in the workspace, and a second launch (`groups` > 0), chained by
+// programmatic dependent launch, adds them up.
+//
+// Macros: HELD CLUSTER LAG BF16 SMEM_BYTES
+#include "mla_held.cuh"
+#include "mla_softmax.cuh"
+
+constexpr int BLOCKS = 3, BLOCK_BYTES = 8 * TILE_BYTES;  // the values of a block of tokens
+constexpr int SLOTS = 2;      // for the rotary tile, whose place P takes
+constexpr int THREADS = 384;  // a warpgroup scores, two sum
+// What setmaxnreg leaves each role; together the 168 registers that each thread has at first.
+constexpr int SCORE_REGS = 184, SUM_REGS = 160;
+static_assert(SCORE_REGS + 2 * SUM_REGS <= 3 * 168, "more registers than the block has");
+constexpr int OFFSET_SLOTS = BLOCKS * BLOCK_BYTES;
+constexpr int OFFSET_Q = OFFSET_SLOTS + SLOTS * TILE_BYTES;  // the tiles of q that registers do not hold
+constexpr int OFFSET_SHRINK = OFFSET_Q + (TILES - HELD) * TILE_BYTES;  // [SLOTS][64] floats
+constexpr int OFFSET_INVERSE = OFFSET_SHRINK + SLOTS * ROWS * 4;       // [2][64] floats
+constexpr int OFFSET_AHEAD = OFFSET_INVERSE + 2 * ROWS * 4;            // [2] Ahead
+constexpr int OFFSET_BARRIERS = OFFSET_AHEAD + 2 * 16;
+constexpr int BARRIERS = 10 * BLOCKS + 4 * SLOTS + 2;
+static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
+
+// What a side loaded last, and where it is in the list: the next item, how many of this one's blocks are left, where
+// in the table the next page is. Only one thread of the side reads it, and rarely.
+struct Ahead {
+    int item, left, entry;
+    int last;  // the first of the tokens; -1 - the first row where it was q; NOTHING
+};
+constexpr int NOTHING = 0x80000000;
+
+// Where a role is: blocks of q and of tokens so far. A piece has its q first.
+struct Place {
+    int use = 0;
+    __device__ __forceinline__ int block() const { return use % BLOCKS; }
+    __device__ __forceinline__ u32 parity() const { return use / BLOCKS & 1; }
+    __device__ __forceinline__ int slot() const { return use % SLOTS; }
+    __device__ __forceinline__ u32 slot_parity() const { return use / SLOTS & 1; }
+};
+
+struct Shared {
+    u32 base;
+    unsigned char* bytes;  // the same place
+    __device__ __forceinline__ u32 q(int tile) const { return base + OFFSET_Q + (tile - HELD) * TILE_BYTES; }
+    __device__ __forceinline__ u32 block(const Place& at) const { return base + at.block() * BLOCK_BYTES; }
+    __device__ __forceinline__ u32 slot(const Place& at) const { return base + OFFSET_SLOTS + at.slot() * TILE_BYTES; }
+    __device__ __forceinline__ float* shrink(const Place& at) const {
+        return reinterpret_cast<float*>(bytes + OFFSET_SHRINK) + at.slot() * ROWS;
+    }
+    __device__ __forceinline__ float* inverse(int b) const {
+        return reinterpret_cast<float*>(bytes + OFFSET_INVERSE) + b * ROWS;
+    }
+    __device__ __forceinline__ Ahead* ahead(int side) const {
+        return reinterpret_cast<Ahead*>(bytes + OFFSET_AHEAD + 16 * side);
+    }
+    __device__ __forceinline__ u32 barrier(int i) const { return base + OFFSET_BARRIERS + 8 * i; }
+    __device__ __forceinline__ u32 full(const Place& at, int tile) const { return barrier(8 * at.block() + tile); }
+    __device__ __forceinline__ u32 empty(const Place& at, int side) const {
+        return barrier((8 + side) * BLOCKS + at.block());
+    }
+    __device__ __forceinline__ u32 of_slot(const Place& at, int i) const {
+        return barrier(10 * BLOCKS + i * SLOTS + at.slot());
+    }
+    __device__ __forceinline__ u32 slot_full(const Place& at) const { return of_slot(at, 0); }
+    __device__ __forceinline__ u32 slot_empty(const Place& at) const { return of_slot(at, 1); }
+    __device__ __forceinline__ u32 weighted(const Place& at) const { return of_slot(at, 2); }  // P is there
+    __device__ __forceinline__ u32 scored(const Place& at) const { return of_slot(at, 3); }    // the scores are done
+    __device__ __forceinline__ u32 summed(int piece) const {                                   // so is a piece
+        return barrier(10 * BLOCKS + 4 * SLOTS + (piece & 1));
+    }
+    // Where tile `tile` of a block lies, and until it is there.
+    __device__ __forceinline__ u32 tile(const Place& at, int tile) const {
+        return tile < 8 ? block(at) + tile * TILE_BYTES : slot(at);
+    }
+    __device__ __forceinline__ void wait_for_tile(const Place& at, int tile) const {
+        if (tile < 8)
+            barrier_wait(full(at, tile), at.parity());
+        else
+            barrier_wait(slot_full(at), at.slot_parity());
+    }
+};
+
+struct Maps {
+    const TensorMap &q, &cache;
+};
+
+// What all roles know of this block's work.
+struct Work {
+    int worker, tile, rank;
+};
+
+// ---- loads -------------------------------------------------------------------------------------------
+
+// Loads tile `tile` of what `what` says (see Ahead::last). q is this block's; of latents each block of the cluster
+// loads half, for both.
+__device__ __forceinline__ void load_tile(const Maps& maps, const Args& args, const Work& work, int what, int tile,
+                                          u32 to, u32 full) {
+    const u64 once = policy_evict_first();
+    if (what < 0) {
+        barrier_expect(full, min(args.rows, ROWS) * 128);
+        tma_load(to, &maps.q, full, tile * 64, -1 - what);
+    } else {
+        barrier_expect(full, TILE_BYTES);
+        if constexpr (CLUSTER == 1)
+            tma_load_hint(to, &maps.cache, full, tile * 64, what, once);
+        else
+            tma_multicast_hint(to + work.rank * (TILE_BYTES / 2), &maps.cache, full, tile * 64,
+                               what + work.rank * (TOKENS / 2), 3, once);
+    }
+}
+
+// What comes after what was loaded last.
+__device__ __forceinline__ void advance(Ahead& ahead, const Args& args, const Work& work) {
+    if (ahead.left > 0) {
+        --ahead.left;
+        ahead.last = __ldg(args.table + ahead.entry++) * TOKENS;
+        return;
+    }
+    ahead.last = NOTHING;
+    const int stop = __ldg(args.starts + work.worker + 1);
+    while (ahead.item < stop) {
+        const Item item = load_item(args.items, ahead.item++);
+        if (item.begin == item.end) continue;
+        ahead.left = item.end - item.begin;
+        ahead.entry = item.row * args.width + item.begin;
+        ahead.last = -1 - (item.row * args.rows + work.tile * ROWS);
+        return;
+    }
+}
+
+// One thread of a side: waits until its half of block `next` is free and loads what comes next there, if anything
+// does. The right side also loads the rotary tile: of the block before, since there is one slot less.
+__device__ __forceinline__ void refill(const Maps& maps, const Args& args, const Shared& shared, const Work& work,
+                                       int side, const Place& next) {
+    Ahead ahead = *shared.ahead(side);
+    const int before = ahead.last;
+    advance(ahead, args, work);
+    *shared.ahead(side) = ahead;
+    if (ahead.last != NOTHING) {
+        barrier_wait(shared.empty(next, side), next.parity() ^ 1);
+#pragma unroll 1
+        for (int t = 4 * side; t < 4 * side + 4; ++t)
+            load_tile(maps, args, work, ahead.last, t, shared.tile(next, t), shared.full(next, t));
+        if (side && ahead.last >= 0) tma_prefetch(&maps.cache, 512, ahead.last + work.rank * (TOKENS / 2));
+    }
+    if (side && before != NOTHING) {
+        const Place slot{next.use - 1};
+        barrier_wait(shared.slot_empty(slot), slot.slot_parity() ^ 1);
+        load_tile(maps, args, work, before, 8, shared.slot(slot), shared.slot_full(slot));
+    }
+}
+
+// ---- the warpgroup that scores -----------------------------------------------------------------------
+
+// One warp of the cluster's blocks says that it has read what `empty` guards.
+__device__ __forceinline__ void release(u32 empty, int lane) {
+    if constexpr (CLUSTER == 1) {
+        if (lane == 0) barrier_arrive(empty);
+    } else {
+        if (lane < CLUSTER) barrier_arrive_at(empty, lane);
+    }
+}
+
+// Takes q out of its block: HELD tiles to registers, as wgmma's operand, the others to their place.
+__device__ __forceinline__ void take_queries(u32 (&q)[HELD][4][4], const Shared& shared, const Place& at, int warp,
+                                             int lane) {
+    const int row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        shared.wait_for_tile(at, t);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const u32 place = row * 128 + (((2 * k + lane / 16) ^ row) & 7) * 16;
+            if (t < HELD) {
+                ldmatrix(q[t < HELD ? t : 0][k], shared.tile(at, t) + place);
+            } else {
+                u32 m[4];
+                ldmatrix(m, shared.tile(at, t) + place);
+                stmatrix(shared.q(t) + place, m[0], m[1], m[2], m[3]);
+            }
+        }
+    }
+    fence_async_proxy();
+    named_sync(1, 128);  // the other warps' rows are there too
+    release(shared.empty(at, 0), lane);
+    release(shared.empty(at, 1), lane);
+    for (int i = 0; i < 2; ++i) release(shared.slot_empty(at), lane);  // for both warpgroups that sum
+    if (lane == 0) {
+        // Nobody waits for these; but the phases of all barriers are to count the same.
+        barrier_arrive(shared.scored(at));
+        barrier_arrive(shared.weighted(at));
+    }
+}
+
+// Issues s = q·cᵀ tile by tile as they arrive.
+__device__ __forceinline__ void issue_scores(float (&s)[32], const u32 (&q)[HELD][4][4], const Shared& shared,
+                                             const Place& at) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        shared.wait_for_tile(at, t);
+        wgmma_fence();
+        const u64 c = tile_descriptor(shared.tile(at, t));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            if (t < HELD)
+                multiply_keys(s, q[t < HELD ? t : 0][k], c + 2 * k, t | k);
+            else
+                Wgmma<64>::run(s, tile_descriptor(shared.q(t)) + 2 * k, c + 2 * k, 1);
+        }
+    }
+    wgmma_commit();
+}
+
+// Hands P and `shrink` to the warpgroups that sum.
+__device__ __forceinline__ void publish(const u32 (&p)[4][4], const float (&shrink)[2], const Shared& shared,
+                                        const Place& at, int warp, int lane) {
+    const int row = warp * 16 + lane % 16;
+    const u32 line = shared.slot(at) + row * 128;
+    named_sync(1, 128);  // all four warps have read the rotary tile
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        stmatrix(line + (((2 * k + lane / 16) ^ row) & 7) * 16, p[k][0], p[k][1], p[k][2], p[k][3]);
+    if (lane % 4 == 0) {
+        shared.shrink(at)[warp * 16 + lane / 4] = shrink[0];
+        shared.shrink(at)[warp * 16 + lane / 4 + 8] = shrink[1];
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.weighted(at));
+}
+
+// Leaves what the sums of a piece are to be multiplied by, and for a cut sequence the log2 of their divisor.
+__device__ __forceinline__ void finish(const Softmax& state, const Args& args, const Item& item, const Shared& shared,
+                                       const Work& work, int piece, int warp, int lane) {
+    const size_t slot = (size_t(item.slot) * args.tiles + work.tile) * ROWS;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = warp * 16 + lane / 4 + 8 * r;
+        const float total = quad_sum(state.total[r]);
+        if (lane % 4 != 0) continue;
+        shared.inverse(piece & 1)[row] = total > 0.f ? 1.f / total : 0.f;
+        const float scale = total > 0.f ? state.reference[r] + log2_fast(total) : minus_infinity();
+        if (item.count > 1) __stcg(args.scales + slot + row, scale);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.summed(piece));
+}
+
+__device__ __forceinline__ void score(const Args& args, const Shared& shared, const Work& work, int warp, int lane) {
+    const int stop = __ldg(args.starts + work.worker + 1);
+    int pieces = 0;
+    Place place;
+#pragma unroll 1
+    for (int at = __ldg(args.starts + work.worker); at < stop; ++at) {
+        const Item item = load_item(args.items, at);
+        if (item.begin == item.end) continue;
+        // Row r sees the tokens before seen[r]; a row past the last one sees what the last one does.
+        int seen[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int query = (work.tile * ROWS + warp * 16 + opaque(lane) / 4 + 8 * r) / args.heads;
+            seen[r] = item.tokens - max(args.queries - 1 - query, 0);
+        }
+        u32 q[HELD][4][4];
+        take_queries(q, shared, place, warp, lane);
+        ++place.use;
+        Softmax state{{minus_infinity(), minus_infinity()}, {0.f, 0.f}};
+        float s[32];  // first written by a wgmma that ignores what it held
+        u32 p[4][4] = {};
+        float shrink[2] = {1.f, 1.f};
+#pragma unroll 1
+        for (int j = item.begin; j < item.end; ++j, ++place.use) {
+            issue_scores(s, q, shared, place);
+            add_weights(p, shrink, state);  // of the block before, beneath this one's scores
+            wgmma_wait<0>();
+            settle(s);
+            if (lane == 0) barrier_arrive(shared.scored(place));
+            float shift[2];
+            const int limit[2] = {seen[0] - j * TOKENS, seen[1] - j * TOKENS};
+            const bool masked = (j + 1) * TOKENS > item.tokens - args.queries + 1;
+            rate(s, shift, shrink, state, limit, masked, args.scale, lane);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) weigh(s, p[k], k, shift, args.scale);
+            publish(p, shrink, shared, place, warp, lane);
+        }
+        add_weights(p, shrink, state);
+        finish(state, args, load_item(args.items, opaque(at)), shared, work, pieces, warp, opaque(lane));
+        ++pieces;
+    }
+}
+
+// ---- the warpgroups that sum -------------------------------------------------------------------------
+
+__device__ __forceinline__ void scale_sums(float (&sum)[128], float upper, float lower) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n)
+        sum[4 * n] *= upper, sum[4 * n + 1] *= upper, sum[4 * n + 2] *= lower, sum[4 * n + 3] *= lower;
+}
+
+// Stores 256 columns, from `column` on, of this warp's 16 rows: `sum` times the rows' `inverses`. `staging` are 8 KiB
+// of this warp's.
+__device__ __forceinline__ void store_rows(const float (&sum)[128], const Args& args, const Item& item,
+                                           const float* inverses, const Work& work, u32 staging, int warp, int column,
+                                           int lane) {
+    const float inverse[2] = {inverses[warp * 16 + lane / 4], inverses[warp * 16 + lane / 4 + 8]};
+    const int left = args.rows - work.tile * ROWS - warp * 16;  // rows of this warp that there are
+    if (item.count > 1) {
+        const size_t slot = size_t(item.slot) * args.tiles + work.tile;
+        float* const to = args.sums + (slot * ROWS + warp * 16 + lane / 4) * D_V + column + lane % 4 * 2;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (lane / 4 + 8 * r >= left) break;
+#pragma unroll
+            for (int n = 0; n < 32; ++n)
+                __stcg(reinterpret_cast<float2*>(to + r * 8 * D_V + n * 8),
+                       make_float2(sum[4 * n + 2 * r] * inverse[r], sum[4 * n + 2 * r + 1] * inverse[r]));
+        }
+        return;
+    }
+    const u32 line = staging + lane % 16 * 512;
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {  // 16 columns at a time; 16-byte pieces of a row change places as in a swizzle
+        const float* const v = &sum[8 * n];
+        stmatrix(line + ((2 * n + lane / 16) ^ (lane & 7)) * 16, pack(v[0] * inverse[0], v[1] * inverse[0]),
+                 pack(v[2] * inverse[1], v[3] * inverse[1]), pack(v[4] * inverse[0], v[5] * inverse[0]),
+                 pack(v[6] * inverse[1], v[7] * inverse[1]));
+    }
+    __syncwarp();
+    u16* const to = args.o + (size_t(item.row) * args.rows + work.tile * ROWS + warp * 16) * D_V + column + lane * 8;
+#pragma unroll 4
+    for (int r = 0; r < min(16, left); ++r)
+        *reinterpret_cast<uint4*>(to + size_t(r) * D_V) = load_shared_quad(staging + r * 512 + (lane ^ (r & 7)) * 16);
+}
+
+// `side` 0 sums columns 0-255, 1 the others; both load their half of the blocks when it has been read.
+__device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, const Shared& shared, const Work& work,
+                                           int side, int warp, int lane) {
+    const int stop = __ldg(args.starts + work.worker + 1);
+    const bool late = LAG || side;
+    int pieces = 0;
+    Place place;
+    const auto load = [&](const Place& next) {
+        if (warp == 0 && lane == 0) refill(maps, args, shared, work, side, next);
+        __syncwarp();
+    };
+    const auto leave = [&](const Place& at) {
+        release(shared.empty(at, side), lane);
+        release(shared.slot_empty(at), lane);
+        load(Place{at.use + BLOCKS});
+    };
+    if (warp == 0 && lane == 0) *shared.ahead(side) = Ahead{__ldg(args.starts + work.worker), 0, 0, NOTHING};
+#pragma unroll 1
+    for (int use = 0; use < BLOCKS; ++use) load(Place{use});
+#pragma unroll 1
+    for (int at = __ldg(args.starts + work.worker); at < stop; ++at) {
+        int left;
+        {
+            const Item item = load_item(args.items, at);
+            left = item.end - item.begin;
+            if (left == 0) {
+                store_zeros(args, item, work.tile, side * (D_V / 2), opaque(warp * 32 + lane));
+                continue;
+            }
+        }
+        load(Place{place.use + BLOCKS});  // in the place of q
+        ++place.use;
+        float sum[128];  // first written by a wgmma that ignores what it held
+        int keep = 0;
+#pragma unroll 1
+        while (true) {
+            barrier_wait(shared.weighted(place), place.slot_parity());
+            const float* const shrink = shared.shrink(place) + warp * 16 + lane / 4;
+            const float upper = shrink[0], lower = shrink[8];
+            if (keep && __any_sync(~0u, upper != 1.f || lower != 1.f)) scale_sums(sum, upper, lower);
+            if (late && left > 1) {
+                const Place next{place.use + 1};
+                barrier_wait(shared.scored(next), next.slot_parity());
+            }
+#pragma unroll
+            for (int t = 0; t < 4; ++t) barrier_wait(shared.full(place, 4 * side + t), place.parity());
+            const u64 weights = tile_descriptor(shared.slot(place));
+            const u64 values = value_descriptor(shared.block(place) + side * 4 * TILE_BYTES, TILE_BYTES);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) multiply_values(sum, weights + 2 * k, values + 128 * k, keep | k);
+            wgmma_commit();
+            wgmma_wait<0>();
+            settle(sum);
+            keep = 1;
+            if (--left == 0) break;
+            leave(place);
+            ++place.use;
+        }
+        barrier_wait(shared.summed(pieces), pieces >> 1 & 1);
+        named_sync(2 + side, 128);  // all four warps have read the tiles, which now hold results
+        store_rows(sum, args, load_item(args.items, opaque(at)), shared.inverse(pieces & 1), work,
+                   shared.block(place) + (side * 4 + warp) * TILE_BYTES, opaque(warp), opaque(side) * (D_V / 2),
+                   opaque(lane));
+        fence_async_proxy();
+        __syncwarp();
+        // Only now: no later piece can write its inverses here before it has this block.
+        leave(place);
+        ++place.use;
+        ++pieces;
+    }
+}
+
+// ---- the kernel --------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    mla_held(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache,
+             const __grid_constant__ Args args) {
+    extern __shared__ unsigned char raw[];
+    // Swizzle atoms need 1024-byte alignment, the same in all blocks of the cluster.
+    const u32 start = smem_address(raw), base = (start + 1023) & ~1023u;
+    const Shared shared{base, raw + (base - start)};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (args.groups > 0) {
+        wait_for_prerequisites();
+        join(args, warp, THREADS / 32, lane);
+        return;
+    }
+    launch_dependents();
+    if (threadIdx.x == 0) {
+        prefetch_map(&q);
+        prefetch_map(&cache);
+        for (int use = 0; use < BLOCKS; ++use) {
+            const Place at{use};
+            for (int t = 0; t < 8; ++t) barrier_init(shared.full(at, t), 1);
+            for (int side = 0; side < 2; ++side) barrier_init(shared.empty(at, side), 4 * CLUSTER);
+        }
+        for (int use = 0; use < SLOTS; ++use) {
+            const Place at{use};
+            barrier_init(shared.slot_full(at), 1);
+            barrier_init(shared.slot_empty(at), 8 * CLUSTER);
+            barrier_init(shared.weighted(at), 4);
+            barrier_init(shared.scored(at), 4);
+        }
+        for (int piece = 0; piece < 2; ++piece) barrier_init(shared.summed(piece), 4);
+        barrier_init_fence();
+    }
+    __syncwarp();
+    if constexpr (CLUSTER == 1)
+        named_sync(0, THREADS);
+    else
+        cluster_sync();
+    const int block = blockIdx.x;
+    const Work work{block / args.tiles, block % args.tiles, CLUSTER == 1 ? 0 : int(cluster_rank())};
+    const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
+    if (group == 0) {
+        registers_up<SCORE_REGS>();
+        score(args, shared, work, warp, lane);
+    } else {
+        registers_down<SUM_REGS>();
+        sum_values(Maps{q, cache}, args, shared, work, group - 1, warp % 4, lane);
+    }
+    // A block must not leave while its neighbour may still write to it or arrive at its barriers.
+    if constexpr (CLUSTER > 1) cluster_sync();
+}

@@ -1,0 +1,10 @@
+// The functions of kernels/cuda/mla_held.cuh on the machine of machine.h.
+#pragma once
+
+#include "decode_ptx.cuh"
+
+inline void multiply_keys(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+    multiply_registers(d, 64, a, b, false, keep);
+}
+inline void tma_prefetch(const TensorMap*, int, int) {}
+inline int opaque(int x) { return x; }
