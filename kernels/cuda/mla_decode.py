@@ -34,7 +34,7 @@ HELD = 7
 #: in blocks of tokens: what a piece costs beside its own, and one of a cut sequence with 64 query rows on top
 PIECE, JOIN = 2.0, 3.0
 #: seconds for a block of tokens, all of whose bytes are there: wide and held without and with LAG, narrow
-WIDE_SECONDS, HELD_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), (1.5e-6, 1.5e-6), 1.0e-6
+WIDE_SECONDS, HELD_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), (1.55e-6, 1.45e-6), 1.0e-6
 #: bytes a second of the memory and of the L2 cache; seconds for a launch, and for the second one
 READ_RATE, L2_RATE, START, SECOND = 4.2e12, 5.5e12, 5.0e-6, 4.0e-6
 
@@ -53,7 +53,7 @@ def wide_smem() -> int:
 
 
 def held_smem() -> int:
-    """The same in mla_held.cu's layout: three blocks' values, two rotary tiles, the rest of q, factors, barriers."""
+    """The same in mla_held.cu's layout: three blocks, two rotary tiles, the rest of q, factors, barriers."""
     tiles, factors, barriers = 3 * 8 + 2 + TILES - HELD, 4 * ROWS * 4, 10 * 3 + 4 * 2 + 2
     return 1024 + tiles * ROWS * 128 + factors + 2 * 16 + 8 * barriers
 

@@ -2,11 +2,11 @@
 //
 // As mla_decode.cu, a block has 64 query rows and walks pieces of sequences in blocks of 64 tokens. There the scores
 // read q from shared memory again for every block, which is all that shared memory can give, and wait for the
-// softmax of the block before. Here one warpgroup makes scores and softmax and nothing else, with q in registers
-// but for its last tile: half the reads, and room for a third block of latents. Two warpgroups sum 256 columns of P·V
-// each, with P in the place of the rotary tile. The right one (with LAG both) waits until the next scores are done,
-// so that the tensor cores have its product to do during the next softmax. q arrives as a block of its own.
-// In a cluster two blocks with the two halves of 128 query rows load half of every tile and multicast it.
+// softmax of the block before. Here one warpgroup makes scores and softmax and nothing else, with most of q in
+// registers: half the reads, and room for a third block of latents. Two warpgroups sum 256 columns of P·V each, with P
+// in the place of the rotary tile, and load what they have read. The right one (with LAG both) waits until the next
+// scores are done, so that the tensor cores have its product to do during the next softmax. q arrives as a block of
+// its own. In a cluster two blocks with the two halves of 128 query rows load half of every tile and multicast it.
 //
 // Pieces of one sequence leave normalised fp32 sums in the workspace, and a second launch (`groups` > 0), chained by
 // programmatic dependent launch, adds them up.
@@ -138,25 +138,25 @@ __device__ __forceinline__ void advance(Ahead& ahead, const Args& args, const Wo
 }
 
 // One thread of a side: waits until its half of block `next` is free and loads what comes next there, if anything
-// does. The right side also loads the rotary tile: of the block before, since there is one slot less.
+// does. The right side also loads the rotary tile: of the block before, since there is one slot less. That one comes
+// first, because it will be needed first; it waits in L2.
 __device__ __forceinline__ void refill(const Maps& maps, const Args& args, const Shared& shared, const Work& work,
                                        int side, const Place& next) {
     Ahead ahead = *shared.ahead(side);
     const int before = ahead.last;
     advance(ahead, args, work);
     *shared.ahead(side) = ahead;
-    if (ahead.last != NOTHING) {
-        barrier_wait(shared.empty(next, side), next.parity() ^ 1);
-#pragma unroll 1
-        for (int t = 4 * side; t < 4 * side + 4; ++t)
-            load_tile(maps, args, work, ahead.last, t, shared.tile(next, t), shared.full(next, t));
-        if (side && ahead.last >= 0) tma_prefetch(&maps.cache, 512, ahead.last + work.rank * (TOKENS / 2));
-    }
     if (side && before != NOTHING) {
         const Place slot{next.use - 1};
         barrier_wait(shared.slot_empty(slot), slot.slot_parity() ^ 1);
         load_tile(maps, args, work, before, 8, shared.slot(slot), shared.slot_full(slot));
     }
+    if (ahead.last == NOTHING) return;
+    barrier_wait(shared.empty(next, side), next.parity() ^ 1);
+#pragma unroll 1
+    for (int t = 4 * side; t < 4 * side + 4; ++t)
+        load_tile(maps, args, work, ahead.last, t, shared.tile(next, t), shared.full(next, t));
+    if (side && ahead.last >= 0) tma_prefetch(&maps.cache, 512, ahead.last + work.rank * (TOKENS / 2));
 }
 
 // ---- the warpgroup that scores -----------------------------------------------------------------------
