@@ -266,6 +266,7 @@ KERNELS = (
             "mla_decode.cu",
             "mla_held.cu",
             "mla_held.cuh",
+            "mla_held_ptx.cuh",
             "mla_narrow.cu",
             "mla.cuh",
             "mla_softmax.cuh",

@@ -1,25 +1,145 @@
-// The PTX that mla_held.cu needs beyond decode_ptx.cuh.
+// The shared memory of mla_held.cu, its barriers, and the loads. What q, blocks and slots are is told there.
 #pragma once
 
-#include "decode_ptx.cuh"
+#include "mla.cuh"
+#include "mla_held_ptx.cuh"
 
-// d[64,64] (+)= a[64,16] · b[64,16]ᵀ, a in registers as multiply_values takes it, b as tile_descriptor describes it.
-// `keep` 0 overwrites d.
-__device__ __forceinline__ void multiply_keys(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16" WGMMA_TYPES " {" R32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
-        : F32
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+constexpr int BLOCKS = 3, BLOCK_BYTES = 8 * TILE_BYTES;  // the values of a block of tokens
+constexpr int SLOTS = 2;      // for the rotary tile, whose place P takes
+constexpr int OFFSET_SLOTS = BLOCKS * BLOCK_BYTES;
+constexpr int OFFSET_Q = OFFSET_SLOTS + SLOTS * TILE_BYTES;  // the tiles of q that registers do not hold
+constexpr int OFFSET_SHRINK = OFFSET_Q + (TILES - HELD) * TILE_BYTES;  // [SLOTS][64] floats
+constexpr int OFFSET_INVERSE = OFFSET_SHRINK + SLOTS * ROWS * 4;       // [2][64] floats
+constexpr int OFFSET_AHEAD = OFFSET_INVERSE + 2 * ROWS * 4;            // [2] Ahead
+constexpr int OFFSET_BARRIERS = OFFSET_AHEAD + 2 * 16;
+constexpr int BARRIERS = 10 * BLOCKS + 4 * SLOTS + 2;
+static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
+
+// What a side loaded last, and where it is in the list: the next item, how many of this one's blocks are left, where
+// in the table the next page is. Only one thread of the side reads it, and rarely.
+struct Ahead {
+    int item, left, entry;
+    int last;  // the first of the tokens; -1 - the first row where it was q; NOTHING
+};
+constexpr int NOTHING = 0x80000000;
+
+// Where a role is: blocks of q and of tokens so far. A piece has its q first.
+struct Place {
+    int use = 0;
+    __device__ __forceinline__ int block() const { return use % BLOCKS; }
+    __device__ __forceinline__ u32 parity() const { return use / BLOCKS & 1; }
+    __device__ __forceinline__ int slot() const { return use % SLOTS; }
+    __device__ __forceinline__ u32 slot_parity() const { return use / SLOTS & 1; }
+};
+
+struct Shared {
+    u32 base;
+    unsigned char* bytes;  // the same place
+    __device__ __forceinline__ u32 q(int tile) const { return base + OFFSET_Q + (tile - HELD) * TILE_BYTES; }
+    __device__ __forceinline__ u32 block(const Place& at) const { return base + at.block() * BLOCK_BYTES; }
+    __device__ __forceinline__ u32 slot(const Place& at) const { return base + OFFSET_SLOTS + at.slot() * TILE_BYTES; }
+    __device__ __forceinline__ float* shrink(const Place& at) const {
+        return reinterpret_cast<float*>(bytes + OFFSET_SHRINK) + at.slot() * ROWS;
+    }
+    __device__ __forceinline__ float* inverse(int b) const {
+        return reinterpret_cast<float*>(bytes + OFFSET_INVERSE) + b * ROWS;
+    }
+    __device__ __forceinline__ Ahead* ahead(int side) const {
+        return reinterpret_cast<Ahead*>(bytes + OFFSET_AHEAD + 16 * side);
+    }
+    __device__ __forceinline__ u32 barrier(int i) const { return base + OFFSET_BARRIERS + 8 * i; }
+    __device__ __forceinline__ u32 full(const Place& at, int tile) const { return barrier(8 * at.block() + tile); }
+    __device__ __forceinline__ u32 empty(const Place& at, int side) const {
+        return barrier((8 + side) * BLOCKS + at.block());
+    }
+    __device__ __forceinline__ u32 of_slot(const Place& at, int i) const {
+        return barrier(10 * BLOCKS + i * SLOTS + at.slot());
+    }
+    __device__ __forceinline__ u32 slot_full(const Place& at) const { return of_slot(at, 0); }
+    __device__ __forceinline__ u32 slot_empty(const Place& at) const { return of_slot(at, 1); }
+    __device__ __forceinline__ u32 weighted(const Place& at) const { return of_slot(at, 2); }  // P is there
+    __device__ __forceinline__ u32 scored(const Place& at) const { return of_slot(at, 3); }    // the scores are done
+    __device__ __forceinline__ u32 summed(int piece) const {                                   // so is a piece
+        return barrier(10 * BLOCKS + 4 * SLOTS + (piece & 1));
+    }
+    // Where tile `tile` of a block lies, and until it is there.
+    __device__ __forceinline__ u32 tile(const Place& at, int tile) const {
+        return tile < 8 ? block(at) + tile * TILE_BYTES : slot(at);
+    }
+    __device__ __forceinline__ void wait_for_tile(const Place& at, int tile) const {
+        if (tile < 8)
+            barrier_wait(full(at, tile), at.parity());
+        else
+            barrier_wait(slot_full(at), at.slot_parity());
+    }
+};
+
+struct Maps {
+    const TensorMap &q, &cache;
+};
+
+// What all roles know of this block's work.
+struct Work {
+    int worker, tile, rank;
+};
+
+// ---- loads -------------------------------------------------------------------------------------------
+
+// Loads tile `tile` of what `what` says (see Ahead::last). q is this block's; of latents each block of the cluster
+// loads half, for both.
+__device__ __forceinline__ void load_tile(const Maps& maps, const Args& args, const Work& work, int what, int tile,
+                                          u32 to, u32 full) {
+    const u64 once = policy_evict_first();
+    if (what < 0) {
+        barrier_expect(full, min(args.rows, ROWS) * 128);
+        tma_load(to, &maps.q, full, tile * 64, -1 - what);
+    } else {
+        barrier_expect(full, TILE_BYTES);
+        if constexpr (CLUSTER == 1)
+            tma_load_hint(to, &maps.cache, full, tile * 64, what, once);
+        else
+            tma_multicast_hint(to + work.rank * (TILE_BYTES / 2), &maps.cache, full, tile * 64,
+                               what + work.rank * (TOKENS / 2), 3, once);
+    }
 }
 
-// Asks L2 for a box that will be loaded later.
-__device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
+// What comes after what was loaded last.
+__device__ __forceinline__ void advance(Ahead& ahead, const Args& args, const Work& work) {
+    if (ahead.left > 0) {
+        --ahead.left;
+        ahead.last = __ldg(args.table + ahead.entry++) * TOKENS;
+        return;
+    }
+    ahead.last = NOTHING;
+    const int stop = __ldg(args.starts + work.worker + 1);
+    while (ahead.item < stop) {
+        const Item item = load_item(args.items, ahead.item++);
+        if (item.begin == item.end) continue;
+        ahead.left = item.end - item.begin;
+        ahead.entry = item.row * args.width + item.begin;
+        ahead.last = -1 - (item.row * args.rows + work.tile * ROWS);
+        return;
+    }
 }
 
-// x, of which the compiler knows nothing: what depends on it is computed here and holds no register before.
-__device__ __forceinline__ int opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
+// One thread of a side: waits until its half of block `next` is free and loads what comes next there, if anything
+// does. The right side also loads the rotary tile: of the block before, since there is one slot less. That one comes
+// first, because it will be needed first; it waits in L2.
+__device__ __forceinline__ void refill(const Maps& maps, const Args& args, const Shared& shared, const Work& work,
+                                       int side, const Place& next) {
+    Ahead ahead = *shared.ahead(side);
+    const int before = ahead.last;
+    advance(ahead, args, work);
+    *shared.ahead(side) = ahead;
+    if (side && before != NOTHING) {
+        const Place slot{next.use - 1};
+        barrier_wait(shared.slot_empty(slot), slot.slot_parity() ^ 1);
+        load_tile(maps, args, work, before, 8, shared.slot(slot), shared.slot_full(slot));
+    }
+    if (ahead.last == NOTHING) return;
+    barrier_wait(shared.empty(next, side), next.parity() ^ 1);
+#pragma unroll 1
+    for (int t = 4 * side; t < 4 * side + 4; ++t)
+        load_tile(maps, args, work, ahead.last, t, shared.tile(next, t), shared.full(next, t));
+    if (side && ahead.last >= 0) tma_prefetch(&maps.cache, 512, ahead.last + work.rank * (TOKENS / 2));
 }

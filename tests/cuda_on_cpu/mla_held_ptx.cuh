@@ -1,4 +1,4 @@
-// The functions of kernels/cuda/mla_held.cuh on the machine of machine.h.
+// The functions of kernels/cuda/mla_held_ptx.cuh on the machine of machine.h.
 #pragma once
 
 #include "decode_ptx.cuh"
