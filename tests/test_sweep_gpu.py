@@ -25,8 +25,8 @@ PLUGIN = Path(__file__).resolve().parent / "wrong_kernels" / "hazards.py"
 CASES = ("4096x4096x4096-bf16", "2x4096-h32-8-d128-causal-bf16", "128x4096-h32-8-p16-bf16")
 #: configs that the sweep has to get through
 LEAST = 200
-#: for each case and language: three cases and three languages make 234 trials, more than LEAST
-TRIALS = 26
+#: for each case and language: three cases and three languages make 250 trials and more
+TRIALS = 40
 #: the longest silence of the device worker and of a compiler, in seconds
 DEVICE_S, COMPILER_S = 8.0, 30.0
 
