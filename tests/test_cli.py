@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dsl_bench import console, tables
+from dsl_bench import console, sizes, tables
+from dsl_bench.errors import UsageError
 
 
 def dsl_bench(*args, cwd, env=None, timeout=240):
@@ -90,23 +92,31 @@ def test_help_lists_every_command(tmp_path):
         assert command in done.stdout
 
 
-def test_case_files_name_the_line_at_fault(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"m,n,k\n4,4,4,5\n", "cases.csv:2: column 4: '5' has no name; the header line names m, n, k"),
+        (b",n,k\n4,4,4\n", "cases.csv:2: column 1: '4' has no name; the header line names n, k"),
+        (b"m,n,k,M\n4,4,4,5\n", "cases.csv:1: the column 'm' is there twice, as column 1 and column 4"),
+        (b"m;n;k\n4;4;4\n", "cases.csv:1: column 1: 'm;n;k' is no name; cells are split by commas"),
+        (b"m,n,k\n", "cases.csv: no case under the header line m,n,k"),
+        (b"", "cases.csv:1: no header line"),
+        (b"m,n,k\n4,\xff,4\n", "cases.csv:2: column 2: byte 0xff is not UTF-8"),
+    ],
+)
+def test_case_files_name_line_and_column_at_fault(tmp_path, monkeypatch, text, words):
+    monkeypatch.chdir(tmp_path)
+    Path("cases.csv").write_bytes(text)
+    with pytest.raises(UsageError, match=f"^--cases {re.escape(words)}"):
+        sizes.read_case_file(Path("cases.csv"))
+
+
+def test_what_a_workload_refuses_in_a_case_file_names_the_line(tmp_path):
     for text, words in (
-        (b"M,N,K\n4,4,4\n4,x,4\n", "--cases cases.csv:3: gemm: n='x' is not a positive integer"),
-        (b"m,n,k\n4,,4\n", "--cases cases.csv:2: gemm: a case takes m, n, k, dtype; missing n"),
-        (b"m,n,q\n4,4,4\n", "--cases cases.csv:2: gemm: a case takes m, n, k, dtype; unknown q; missing k"),
-        (
-            b"m,n,k\n4,4,4,5\n",
-            "--cases cases.csv:2: column 4: '5' has no name; the header line names m, n, k",
-        ),
-        (b",n,k\n4,4,4\n", "--cases cases.csv:2: column 1: '4' has no name; the header line names n, k"),
-        (b"m,n,k,m\n4,4,4,5\n", "cases.csv:1: the column 'm' is there twice, as column 1 and column 4"),
-        (b"m;n;k\n4;4;4\n", "--cases cases.csv:1: column 1: 'm;n;k' is no name; cells are split by commas"),
-        (b"m,n,k\n", "--cases cases.csv: no case under the header line m,n,k"),
-        (b"", "--cases cases.csv:1: no header line"),
-        (b"m,n,k\n4,\xff,4\n", "--cases cases.csv:2: column 2: byte 0xff is not UTF-8"),
+        ("M,N,K\n4,4,4\n4,x,4\n", "--cases cases.csv:3: gemm: n='x' is not a positive integer"),
+        ("m,n,q\n4,4,4\n", "--cases cases.csv:2: gemm: a case takes m, n, k, dtype; unknown q; missing k"),
     ):
-        (tmp_path / "cases.csv").write_bytes(text)
+        (tmp_path / "cases.csv").write_text(text)
         done = dsl_bench("plan", "gemm", "--cases", "cases.csv", cwd=tmp_path)
         assert done.returncode == 2, done.stderr
         assert words in done.stderr
