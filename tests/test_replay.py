@@ -167,7 +167,7 @@ def test_the_recorded_searches_reach_98_percent_in_a_quarter_of_their_trials():
     spaces = [s for s in replay.spaces(found) if not s.vendor]
     rows = replay.rows(replay.run(spaces, ["local", "halving"]))
     overall = {r["strategy"]: r for r in rows if r["workload"] == "all"}
-    assert min(r["reached"] for r in overall.values()) <= 0.15
+    assert min(r["reached"] for r in overall.values()) <= 0.2
     assert max(r["reached"] for r in overall.values()) <= 0.25
 
 
