@@ -77,14 +77,14 @@ class Worker:
         if stop is not None and stop.is_set():
             return self._expired(outcome, deadline, stop)
         if not self._send(job):
-            return self._died(outcome)
+            return self._died(outcome, deadline, stop)
         limit = time.monotonic() + deadline + (START_SECONDS[self.role] if self._fresh else 0.0)
         while True:
             line = self._read_line(limit, stop)
             if line is None:
                 return self._expired(outcome, deadline, stop)
             if line == b"":
-                return self._died(outcome)
+                return self._died(outcome, deadline, stop)
             self._fresh = False
             reply = jobs.reply_decoder.decode(line)
             limit = time.monotonic() + deadline
@@ -178,7 +178,10 @@ class Worker:
         outcome.refused = Refused(status, reason, check="interrupt" if stopped else "deadline")
         return outcome
 
-    def _died(self, outcome: Outcome) -> Outcome:
+    def _died(self, outcome: Outcome, deadline: float, stop: threading.Event | None) -> Outcome:
+        if stop is not None and stop.is_set():
+            # it went with the process that it came from, before we looked: no word about the job
+            return self._expired(outcome, deadline, stop)
         tail = self.log_tail()
         code = self._process.wait() if self._process is not None else None
         self.kill()

@@ -266,3 +266,23 @@ def test_a_pool_takes_its_workers_from_there(born: Born) -> None:
     assert finished.wait(60)
     made.close()
     assert all(o.done is not None for o in outcomes), [o.refused for o in outcomes]
+
+
+def test_a_job_that_a_stop_cuts_short_is_not_blamed(born: Born, tmp_path: Path) -> None:
+    zygote = born()
+    begun = tmp_path / "begun"
+    text = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
+    job = plugin(tmp_path, text)
+    stop = threading.Event()
+    outcomes: list[pool.Outcome] = []
+    worker = pool.Worker("describe", zygote=zygote)
+    thread = threading.Thread(target=lambda: outcomes.append(worker.run(job, 60.0, stop=stop)))
+    thread.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    time.sleep(0.05)
+    stop.set()
+    zygote.close()  # as a session ends: with its forks, which the thread hears of before it looks at `stop`
+    thread.join(30)
+    assert outcomes[0].refused is not None
+    assert outcomes[0].refused.check == "interrupt"
