@@ -88,12 +88,14 @@ class Forked:
         self.stdout: IO[bytes] | None = stdout
         self._zygote = zygote
         self._code: int | None = None
+        #: whether it went with the process that it came from
+        self.orphaned = False
 
     def poll(self) -> int | None:
         """The exit code; None while it runs."""
         if self._code is None:
             answer = self._zygote.ask(Poll(self.pid))
-            # it dies with the process that it came from
+            self.orphaned = answer is None
             self._code = -signal.SIGKILL if answer is None else answer.code
         return self._code
 

@@ -41,6 +41,8 @@ class Outcome:
     refused: Refused | None = None
     last: Progress = field(default_factory=lambda: Progress("start"))
     died: bool = False
+    #: whether the worker died because the process that it was forked from did
+    orphaned: bool = False
 
 
 class Worker:
@@ -71,7 +73,19 @@ class Worker:
         on_reply: Callable[[Progress | Partial], None] = lambda reply: None,
         stop: threading.Event | None = None,
     ) -> Outcome:
-        """Send ``job`` and wait; ``deadline`` is the longest silence in seconds between two replies."""
+        """Send ``job`` and wait; ``deadline`` is the longest silence in seconds between two replies.
+
+        A fork that went with the process that it came from says nothing about the job: it is done again."""
+        outcome = self._attempt(job, deadline, on_reply, stop)
+        return self._attempt(job, deadline, on_reply, stop) if outcome.orphaned else outcome
+
+    def _attempt(
+        self,
+        job: Job,
+        deadline: float,
+        on_reply: Callable[[Progress | Partial], None],
+        stop: threading.Event | None,
+    ) -> Outcome:
         outcome = Outcome()
         self.start(stop)
         if stop is not None and stop.is_set():
@@ -184,6 +198,7 @@ class Worker:
             return self._expired(outcome, deadline, stop)
         tail = self.log_tail()
         code = self._process.wait() if self._process is not None else None
+        outcome.orphaned = isinstance(self._process, Forked) and self._process.orphaned
         self.kill()
         outcome.died = True
         last = tail.splitlines()[-1] if tail else "no message"

@@ -286,3 +286,26 @@ def test_a_job_that_a_stop_cuts_short_is_not_blamed(born: Born, tmp_path: Path) 
     thread.join(30)
     assert outcomes[0].refused is not None
     assert outcomes[0].refused.check == "interrupt"
+
+
+def test_a_job_whose_worker_went_with_its_origin_is_done_again(born: Born, tmp_path: Path) -> None:
+    zygote = born()
+    begun = tmp_path / "begun"
+    text = (
+        "import pathlib, time\n"
+        f"begun = pathlib.Path({str(begun)!r})\n"
+        "if not begun.exists():\n    begun.touch()\n    time.sleep(600)\n"
+        "raise ValueError('the second time')\n"
+    )
+    job = plugin(tmp_path, text)
+    outcomes: list[pool.Outcome] = []
+    worker = pool.Worker("describe", zygote=zygote)
+    thread = threading.Thread(target=lambda: outcomes.append(worker.run(job, 60.0)))
+    thread.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    os.kill(zygote._process.pid, signal.SIGKILL)  # as the system does where memory is short
+    thread.join(60)
+    worker.kill()
+    assert outcomes[0].done is not None, outcomes[0].refused
+    assert "the second time" in msgspec.json.decode(outcomes[0].done.value, type=jobs.Described).reason
