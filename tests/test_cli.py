@@ -179,6 +179,16 @@ def test_a_full_disk_a_closed_pipe_and_an_ascii_terminal_give_no_traceback(tmp_p
         assert done.returncode == code, (stdout, done.stdout)
 
 
+def test_streams_that_are_closed_are_no_error(tmp_path):
+    command = f"{sys.executable} -m dsl_bench list -f csv"
+    for closed in ("<&-", ">&-", "<&- >&-", "<&- >&- 2>&-"):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {closed}"], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        assert (not done.stdout) == (">&-" in closed)
+
+
 def test_a_run_whose_reader_has_gone_loses_no_record(tmp_path):
     command = [sys.executable, "-m", "dsl_bench", "run", "gemm", "--target", "interpret"]
     env = {**os.environ, "DSL_BENCH_BACKENDS": "cuda"}
