@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import sys
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ def main() -> None:
     except BrokenPipeError:
         code = drop_output(EXIT_PIPE)
     except OSError as fault:
-        what = fault.filename or "cannot write the output"
+        short = fault.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+        what = fault.filename or ("no worker process can be started" if short else "cannot write the output")
         code = fail(f"{what}: {fault.strerror or fault}", drop_output(EXIT_FAILED))
     except Exception as fault:
         code = _click_error(fault)

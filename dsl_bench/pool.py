@@ -117,6 +117,8 @@ class Worker:
     def kill(self) -> None:
         """End the worker and everything in its process group."""
         process, self._process = self._process, None
+        if self._log is not None:
+            self._log.close()
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -126,8 +128,6 @@ class Worker:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if self._log is not None:
-            self._log.close()
 
     def log_tail(self, size: int = 2000) -> str:
         """The end of what the worker wrote to stderr."""
@@ -261,10 +261,18 @@ class Pool:
                     break
                 zygote = self._zygote_of(job)
                 worker = workers.setdefault(zygote, Worker(self._role, self._env, zygote))
-                done(worker.run(job, deadline, stop=self._stop))
+                done(self._run(worker, job, deadline))
         finally:
             for worker in workers.values():
                 worker.kill()
+
+    def _run(self, worker: Worker, job: Job, deadline: float) -> Outcome:
+        """The job's outcome. In a thread nobody would hear of an error, and wait for ever."""
+        try:
+            return worker.run(job, deadline, stop=self._stop)
+        except OSError as fault:
+            reason = f"no worker process can be started: {fault.strerror or fault}"
+            return Outcome(refused=Refused("launch_error", reason, check="start"))
 
     def _zygote_of(self, job: Job) -> Zygote | None:
         """The process that has the job's language; None, and so one worker for them all, where none can."""

@@ -18,7 +18,7 @@ import msgspec
 
 from dsl_bench import jobs
 from dsl_bench.catalog import Catalog, cache_dir
-from dsl_bench.errors import RecordError
+from dsl_bench.errors import DslBenchError, RecordError
 from dsl_bench.headstart import HeadStart
 from dsl_bench.jobs import (
     Built,
@@ -129,7 +129,7 @@ class Session:
         self._pool: Pool | None = None
         self._built: dict[str, Built | Refused] = {}
         self._asked: set[str] = set()
-        self._unwritable: RecordError | None = None
+        self._fault: DslBenchError | None = None
         self._changed = threading.Condition()
 
     def __enter__(self) -> Session:
@@ -276,6 +276,11 @@ class Session:
     def _compiled(self, job: jobs.CompileJob, outcome: Outcome) -> None:
         if outcome.refused is not None and outcome.refused.check == "interrupt":
             return
+        if outcome.refused is not None and outcome.refused.check == "start":
+            with self._changed:
+                self._fault = DslBenchError(outcome.refused.reason)
+                self._changed.notify_all()
+            return
         result: Built | Refused
         if outcome.done is not None:
             result = msgspec.json.decode(outcome.done.value, type=Built)
@@ -297,7 +302,7 @@ class Session:
                 self.sink.write(record)
             except RecordError as fault:
                 # in a thread of the pool nobody would hear of it: raised where the run waits
-                self._unwritable = fault
+                self._fault = fault
             self.head.mark("first artifact")
             self.head.latest("last artifact")
             self._built[job.key] = result
@@ -319,8 +324,8 @@ class Session:
     def built(self, key: str) -> Built | Refused | None:
         """What became of an artifact; None while it is under way."""
         with self._changed:
-            if self._unwritable is not None:
-                raise self._unwritable
+            if self._fault is not None:
+                raise self._fault
             return self._built.get(key)
 
     def wait_built(self, ready: Callable[[], bool], seconds: float = 1.0) -> None:

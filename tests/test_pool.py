@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +15,10 @@ import msgspec
 import pytest
 
 from dsl_bench import jobs, pool
+from dsl_bench.catalog import Catalog
+from dsl_bench.errors import DslBenchError
 from dsl_bench.jobs import Origin
+from dsl_bench.session import Progressor, Session, Settings
 
 WORKLOAD = Origin("workload", "gemm", "dsl_bench.workloads.gemm:WORKLOAD")
 
@@ -158,3 +163,33 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_a_pool_answers_where_no_process_can_be_started(monkeypatch):
+    def full(*args, **how):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(pool.subprocess, "Popen", full)
+    outcomes: list[pool.Outcome] = []
+    answered = threading.Event()
+    made = pool.Pool("compile", 1)
+    for _ in range(2):
+        made.submit(
+            jobs.PreloadJob(()), 5.0, lambda o: (outcomes.append(o), len(outcomes) == 2 and answered.set())
+        )
+    in_time = answered.wait(20)
+    made.close()
+    assert in_time
+    assert {o.refused.check for o in outcomes} == {"start"}
+    assert "Resource temporarily unavailable" in outcomes[0].refused.reason
+
+
+def test_a_run_ends_where_no_process_can_be_started(tmp_path):
+    catalog = Catalog(())
+    with Session(catalog, [].append, "r", Settings(), Progressor()) as session:
+        refused = jobs.Refused("launch_error", "no worker process can be started: full", check="start")
+        origin = Origin("backend", "b", "b:B", "d")
+        job = jobs.CompileJob(origin, (), "b/k", "key", msgspec.Raw(b"{}"), "sm_90a", str(tmp_path))
+        session._compiled(job, pool.Outcome(refused=refused))
+        with pytest.raises(DslBenchError, match="can be started: full"):
+            session.built("key")
