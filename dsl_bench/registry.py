@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -249,13 +250,23 @@ class Shelf:
         return ""
 
 
+class _FromText(importlib.machinery.SourceFileLoader):
+    """Always compiles the text: Python takes bytecode for that of an edit within the same second, and of the
+    same size, and the kernels' hashes, which are of the text, would name code that did not run."""
+
+    def path_stats(self, path: str) -> Any:
+        """Without these no bytecode is read or written."""
+        raise OSError
+
+
 def _import(origin: Origin) -> Any:
     if origin.kind != "file":
         return importlib.metadata.EntryPoint(origin.name, origin.value, "").load()
     name = f"dsl_bench_file_{hashlib.sha256(origin.value.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, origin.value)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
         raise PluginError(f"{origin.value} is not a Python file")
+    spec.loader = _FromText(name, origin.value)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     _file_folders.add(Path(origin.value).parent)

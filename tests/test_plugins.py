@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dsl_bench import registry
+from dsl_bench.jobs import Origin
 
 FIXTURE = Path(__file__).resolve().parent / "plugin_fixture"
 PACKAGE = "dsl_bench_numpyref"
@@ -300,6 +301,18 @@ def test_a_module_beside_the_file_counts_into_the_hash(single: Single, cli: Any,
         hashes |= {r["kernel_hash"] for r in kept(tmp_path, "interpret")}
     assert len(hashes) == 2
     assert registry.siblings(path) == [tmp_path / "beside.py", tmp_path / "further.py"]
+
+
+def test_an_edit_within_the_second_that_leaves_the_size_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    for text, moment in (("one", 100), ("two", 900)):
+        path.write_text(f"raise ValueError({text!r})\n")
+        os.utime(path, ns=(0, (1_700_000_000_000 + moment) * 1_000_000))
+        with pytest.raises(ValueError, match=text):
+            registry.Shelf().load(Origin("file", "mine", str(path), "file"))
 
 
 def test_a_workload_is_read_again_when_a_module_beside_it_changes(cli: Any, tmp_path: Path) -> None:
