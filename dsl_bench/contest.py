@@ -183,7 +183,11 @@ class Contest:
         searched = [r for r in able if any((c.name, r.name) not in memory.tuned for c in cases)]
         self.session.preload(sorted({r.backend for r in searched}))
         with ThreadPoolExecutor(max_workers=4) as threads:
-            planned = list(threads.map(lambda b: self.session.plan(b, cases, limit, (), known), backends))
+            try:
+                planned = list(threads.map(lambda b: self.session.plan(b, cases, limit, (), known), backends))
+            except BaseException:
+                self.session.stop.set()  # or Ctrl-C would wait for a plan that hangs
+                raise
         for rows in planned:
             for row in rows:
                 for rival in able:

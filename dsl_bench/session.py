@@ -131,6 +131,8 @@ class Session:
         self._asked: set[str] = set()
         self._fault: DslBenchError | None = None
         self._changed = threading.Condition()
+        #: set where nobody waits for plans any more
+        self.stop = threading.Event()
 
     def __enter__(self) -> Session:
         return self
@@ -195,13 +197,15 @@ class Session:
         )
         worker = Worker("describe", zygote=self.head.nursery.of(origin))
         try:
-            outcome = worker.run(job, COMPILE_SECONDS)
+            outcome = worker.run(job, COMPILE_SECONDS, stop=self.stop)
         finally:
             worker.kill()
         if outcome.done is not None:
             planned = msgspec.json.decode(outcome.done.value, type=list[Planned])
         else:
             assert outcome.refused is not None
+            if self.stop.is_set():
+                return []
             planned = self._unplanned(backend, cases, kernels, outcome.refused.reason)
         self.head.latest("planned")
         known = self.catalog.hashes()
@@ -274,19 +278,18 @@ class Session:
         return cache_dir() / "artifacts" / key
 
     def _compiled(self, job: jobs.CompileJob, outcome: Outcome) -> None:
-        if outcome.refused is not None and outcome.refused.check == "interrupt":
+        refused = outcome.refused
+        if refused is not None and refused.check == "interrupt":
             return
-        if outcome.refused is not None and outcome.refused.check == "start":
-            with self._changed:
-                self._fault = DslBenchError(outcome.refused.reason)
-                self._changed.notify_all()
+        if refused is not None and refused.check == "start":
+            self._fault = DslBenchError(refused.reason)
             return
         result: Built | Refused
         if outcome.done is not None:
             result = msgspec.json.decode(outcome.done.value, type=Built)
         else:
-            assert outcome.refused is not None
-            result = outcome.refused
+            assert refused is not None
+            result = refused
         record = self._compile_record(job, result)
         with self._changed:
             backend = job.kernel.partition("/")[0]

@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from dsl_bench import jobs, pool
+from dsl_bench import session as session_module
 from dsl_bench.catalog import Catalog
+from dsl_bench.contest import Contender, Contest, Memory
 from dsl_bench.errors import DslBenchError
 from dsl_bench.jobs import Origin
 from dsl_bench.session import Progressor, Session, Settings
@@ -193,3 +196,27 @@ def test_a_run_ends_where_no_process_can_be_started(tmp_path):
         session._compiled(job, pool.Outcome(refused=refused))
         with pytest.raises(DslBenchError, match="can be started: full"):
             session.built("key")
+
+
+def test_ctrl_c_does_not_wait_for_a_plan_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(session_module, "COMPILE_SECONDS", 15.0)
+    text = (
+        "import time\n"
+        "from dsl_bench.plugin import Backend\n"
+        "class Toy(Backend):\n    name = 'toy'\n    def toolchain(self):\n        time.sleep(600)\n"
+        "BACKEND = Toy()\n"
+    )
+    ready = {"device": jobs.TargetInfo(True, "", "")}
+    info = jobs.BackendInfo("toy", "language", ready, {}, "", [], [], False)
+    catalog = Catalog((jobs.Described(file_origin(tmp_path, text), "ready", backend=info),))
+    kept: list[object] = []
+    sink = SimpleNamespace(write=kept.append)
+    with Session(catalog, sink, "r", Settings(), Progressor()) as session:
+        monkeypatch.setattr(session, "preload", lambda backends: None)
+        here = threading.get_ident()
+        threading.Timer(2.0, signal.pthread_kill, (here, signal.SIGINT)).start()
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            Contest(session).prepare([], [Contender("toy", "toy", "language")], 1, Memory())
+    assert time.monotonic() - begun < 10.0
+    assert not kept
