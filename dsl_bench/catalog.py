@@ -34,9 +34,11 @@ DESCRIBE_SECONDS = 90.0
 
 
 def cache_dir() -> Path:
-    """Where artifacts and descriptions are kept (``DSL_BENCH_CACHE_DIR`` or the user's cache folder)."""
+    """Where artifacts and descriptions are kept (``DSL_BENCH_CACHE_DIR`` or the user's cache folder).
+
+    Absolute: a worker is told of it, where a plugin may have changed the working directory."""
     given = os.environ.get("DSL_BENCH_CACHE_DIR")
-    return Path(given) if given else Path(platformdirs.user_cache_dir("dsl_bench"))
+    return Path(given).absolute() if given else Path(platformdirs.user_cache_dir("dsl_bench"))
 
 
 def require_cache() -> None:

@@ -106,3 +106,11 @@ def test_what_a_fork_cannot_see_is_asked_of_a_process_that_can(
         "interpret": True,
         "compile": True,
     }
+
+
+def test_a_relative_cache_lies_where_the_command_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", "cache")
+    assert catalog.cache_dir() == tmp_path / "cache"  # a worker whose plugin changes directory is told this
