@@ -12,8 +12,10 @@ import fnmatch
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,6 +55,15 @@ def require_cache() -> None:
             f"cannot write to the cache {cache_dir()}: {fault.strerror or fault}; "
             "DSL_BENCH_CACHE_DIR names another folder"
         ) from fault
+    _drop_halves(folder)
+
+
+def _drop_halves(folder: Path) -> None:
+    """Remove what compiles that were killed left there, a day later: by then nobody is at them."""
+    for path in folder.glob(".*-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 86400:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass(frozen=True)

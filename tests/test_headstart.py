@@ -114,3 +114,15 @@ def test_a_relative_cache_lies_where_the_command_was_given(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DSL_BENCH_CACHE_DIR", "cache")
     assert catalog.cache_dir() == tmp_path / "cache"  # a worker whose plugin changes directory is told this
+
+
+def test_what_killed_compiles_left_goes_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSL_BENCH_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "artifacts"
+    for name in ("whole", ".key-new", ".key-old"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.cubin").touch()
+    for name in ("whole", ".key-old"):
+        os.utime(folder / name, (0, 0))
+    catalog.require_cache()
+    assert sorted(path.name for path in folder.iterdir()) == [".key-new", "whole"]
