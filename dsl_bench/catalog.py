@@ -123,7 +123,9 @@ class Catalog:
         """The backend called ``name``; the error names the closest ones and what failed to load."""
         table = self.backends()
         if name not in table:
-            raise unknown("backend", name, table, self.failure_note())
+            allowed = os.environ.get(registry.ALLOW)
+            note = "" if allowed is None else f"({registry.ALLOW}={allowed!r} leaves out all others) "
+            raise unknown("backend", name, table, (note + self.failure_note()).strip())
         return table[name]
 
     def workload(self, name: str) -> tuple[Origin, WorkloadInfo]:

@@ -139,6 +139,12 @@ def test_a_file_that_is_no_results_file_is_left_as_it_is(tmp_path):
     assert (tmp_path / "notes.md").read_text() == "# mine\n"
 
 
+def test_a_backend_that_the_environment_leaves_out_is_told_apart_from_none(tmp_path):
+    done = dsl_bench("run", "gemm", "-b", "triton", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "DSL_BENCH_BACKENDS='' leaves out all others" in done.stderr
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     env = {"DSL_BENCH_BACKENDS": "cuda", "DSL_BENCH_CACHE_DIR": str(tmp_path / "file")}
