@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,42 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
         )
 
     return call
+
+
+class Processes:
+    """What became of processes, by their ids."""
+
+    @staticmethod
+    def alive(pid: int) -> bool:
+        """Whether it runs: one that nobody has waited for does not."""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state != "Z"
+
+    @classmethod
+    def assert_gone(cls, *pids: int) -> None:
+        """They have ended, or do within a minute."""
+        deadline = time.monotonic() + 60
+        while any(map(cls.alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [pid for pid in pids if cls.alive(pid)]
+
+
+@pytest.fixture
+def processes() -> type[Processes]:
+    return Processes
+
+
+@pytest.fixture
+def lingering(tmp_path: Path) -> tuple[str, Path]:
+    """A plugin's text that starts a process and is silent ever after; where that process's id will stand."""
+    mark = tmp_path / "pid"
+    text = (
+        "import subprocess, time, pathlib\n"
+        "p = subprocess.Popen(['sleep', '600'])\n"
+        f"pathlib.Path({str(mark)!r}).write_text(str(p.pid))\n"
+        "time.sleep(600)\n"
+    )
+    return text, mark

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -74,21 +75,6 @@ def plugin(tmp_path: Path, text: str) -> jobs.Describe:
     return jobs.Describe(Origin("file", "plugin", str(path), "file"))
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def assert_gone(*pids: int) -> None:
-    deadline = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if alive(pid)]
-
-
 def pid_of(worker: pool.Worker) -> int:
     assert worker._process is not None
     return worker._process.pid
@@ -137,31 +123,29 @@ def test_its_last_words_are_kept(worker: pool.Worker, tmp_path: Path) -> None:
 
 
 def test_a_silent_fork_goes_with_all_that_it_started(
-    worker: pool.Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: pool.Worker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lingering: tuple[str, Path],
+    processes: Any,
 ) -> None:
     monkeypatch.setitem(pool.START_SECONDS, "describe", 5.0)
-    mark = tmp_path / "pid"
-    text = (
-        "import subprocess, time, pathlib\n"
-        "p = subprocess.Popen(['sleep', '600'])\n"
-        f"pathlib.Path({str(mark)!r}).write_text(str(p.pid))\n"
-        "time.sleep(600)\n"
-    )
+    text, mark = lingering
     outcome = worker.run(plugin(tmp_path, text), 1.0)
     assert outcome.refused is not None
     assert (outcome.refused.status, outcome.refused.check) == ("hang", "deadline")
-    assert_gone(int(mark.read_text()))
+    processes.assert_gone(int(mark.read_text()))
     assert parse(worker)
 
 
-def test_a_fork_that_is_ended_at_once_is_gone(born: Born) -> None:
+def test_a_fork_that_is_ended_at_once_is_gone(born: Born, processes: Any) -> None:
     zygote = born()
     for _ in range(20):
         worker = pool.Worker("compile", zygote=zygote)
         worker.start()
         pid = pid_of(worker)
         worker.kill()
-        assert not alive(pid)
+        assert not processes.alive(pid)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +194,17 @@ def test_a_device_worker_is_never_a_fork(born: Born) -> None:
         assert born().fork("device", {}, log) is None
 
 
-def test_when_their_origin_dies_its_workers_do_and_others_start(worker: pool.Worker) -> None:
+def test_when_their_origin_dies_its_workers_do_and_others_start(worker: pool.Worker, processes: Any) -> None:
     parse(worker)
     first = pid_of(worker)
     assert worker._zygote is not None
     os.kill(worker._zygote._process.pid, signal.SIGKILL)
-    assert_gone(first)
+    processes.assert_gone(first)
     assert parse(worker)
     assert not worker.forked
 
 
-def test_forks_die_with_the_parent(born: Born, tmp_path: Path) -> None:
+def test_forks_die_with_the_parent(born: Born, tmp_path: Path, processes: Any) -> None:
     born()  # writes the backend
     script = (
         "import time\n"
@@ -240,11 +224,11 @@ def test_forks_die_with_the_parent(born: Born, tmp_path: Path) -> None:
     assert parent.stdout is not None
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2
-    assert all(map(alive, pids))
+    assert all(map(processes.alive, pids))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    assert_gone(*pids)
+    processes.assert_gone(*pids)
 
 
 def test_a_pool_takes_its_workers_from_there(born: Born) -> None:

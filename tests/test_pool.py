@@ -103,24 +103,15 @@ raise ValueError("seen")
     assert "seen" in described.reason
 
 
-def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch):
+def test_a_grandchild_goes_with_its_worker(worker, tmp_path, monkeypatch, lingering, processes):
     monkeypatch.setitem(pool.START_SECONDS, "describe", 8.0)
-    mark = tmp_path / "pid"
-    text = (
-        "import subprocess, time, pathlib\n"
-        "p = subprocess.Popen(['sleep', '600'])\n"
-        f"pathlib.Path({str(mark)!r}).write_text(str(p.pid))\n"
-        "time.sleep(600)\n"
-    )
+    text, mark = lingering
     worker.run(jobs.Describe(file_origin(tmp_path, text)), 2.0)
     pid = int(mark.read_text())
-    deadline = time.monotonic() + 60
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(pid)
+    processes.assert_gone(pid)
 
 
-def test_workers_die_with_their_parent(tmp_path):
+def test_workers_die_with_their_parent(processes):
     script = (
         "from dsl_bench import jobs, pool\n"
         "from dsl_bench.jobs import Origin\n"
@@ -133,14 +124,11 @@ def test_workers_die_with_their_parent(tmp_path):
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert _alive(pid)
+    assert processes.alive(pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while _alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _alive(pid)
+    processes.assert_gone(pid)
 
 
 def test_a_pool_does_every_job_and_closes(tmp_path):
@@ -158,14 +146,6 @@ def test_a_pool_does_every_job_and_closes(tmp_path):
     assert finished.wait(60)
     made.close()
     assert all(o.done is not None for o in outcomes)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def test_a_pool_answers_where_no_process_can_be_started(monkeypatch):
