@@ -152,7 +152,7 @@ def load(
     ``probe`` False is for those who only read: targets that were not ready are not asked again. Backends that
     have a process in ``nursery`` are described in forks of it."""
     found = registry.origins(paths)
-    if not any(o.kind in ("backend", "workload") for o in found) and "DSL_BENCH_BACKENDS" not in os.environ:
+    if not any(o.kind in ("backend", "workload") for o in found) and registry.ALLOW not in os.environ:
         raise UsageError("no plugin is installed, not even our own: run `pip install -e .` again")
     clashes = registry.duplicates(found)
     unique = [o for o in found if (o.kind, o.name) not in clashes]

@@ -154,6 +154,6 @@ class Runner:
                 dict(s.purse.bounds),
                 s.purse.spent(),
                 dict(s.started),
-                s.timeline(),
+                s.head.timeline(),
             )
         )

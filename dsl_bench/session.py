@@ -282,7 +282,9 @@ class Session:
         if refused is not None and refused.check == "interrupt":
             return
         if refused is not None and refused.check == "start":
-            self._fault = DslBenchError(refused.reason)
+            with self._changed:
+                self._fault = DslBenchError(refused.reason)
+                self._changed.notify_all()
             return
         result: Built | Refused
         if outcome.done is not None:
@@ -371,10 +373,6 @@ class Session:
             for name, count in outcome.done.started.items():
                 self.started[name] = self.started.get(name, 0) + count
         return outcome
-
-    def timeline(self) -> dict[str, float]:
-        """Seconds from the start of the command until it came to what, in order."""
-        return self.head.timeline()
 
     @property
     def loaded(self) -> int:

@@ -116,8 +116,10 @@ class FakeSession:
     def built(self, key: str) -> Built | Refused | None:
         return self.compiles(key) if key in self.compiled else None
 
-    def timeline(self) -> dict[str, float]:
-        return {"described": 0.5, "finished": 2.0}
+    class head:
+        @staticmethod
+        def timeline() -> dict[str, float]:
+            return {"described": 0.5, "finished": 2.0}
 
     def wait_built(self, ready: Any, seconds: float = 1.0) -> None:
         time.sleep(0.01)
