@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say what would go")
     given = parser.parse_args(argv)
     files = sorted(given.folder.rglob("*.jsonl"))
-    held = {path: store.read([path])[0] for path in files}
+    held = {}
+    for path in files:
+        held[path], problems = store.read([path])
+        if problems:
+            parser.error(f"{problems[0]}; mend or remove the line first: nothing was changed")
     keep = {records.encode(r) for r in needed([r for rows in held.values() for r in rows], catalog.load())}
     for path, rows in held.items():
         left = [r for r in rows if records.encode(r) in keep]
