@@ -1,127 +1,15 @@
-// o = softmax(q·Kᵀ/√128)·V of one new token a sequence, K and V in pages: every byte of the cache read once, by TMA.
+// o = softmax(q·Kᵀ/√128)·V of one new token a sequence, K and V in pages: every byte of the cache read once.
 //
-// A block walks its own list of pieces (equal shares of all tokens, cut by the host). One warp keeps a ring of stages
-// full: SLICES tiles of 16 tokens, of HEADS adjacent KV heads, K and V; a tile is one copy of rank 5 out of its page,
-// in the 128-byte swizzle. Each of HEADS x SLICES warps has one tile of a stage to itself, and its own running
+// A block walks its own list of pieces (cut by the host). SLICES tiles of 16 tokens, of HEADS adjacent KV heads, K and V,
+// are a stage of a ring, which a warp keeps full by TMA or every warp by itself (decode_loads.cuh).
+// Each of HEADS x SLICES warps has one tile of a stage to itself, and its own running
 // maximum and sums: q·Kᵀ with the GROUP query heads of a KV head as rows of mma.sync, then Vᵀ·Pᵀ, which needs no
 // exchange between lanes and half the accumulators of P·V. At the end of a piece the slices are put together in
 // shared memory. Pieces of one sequence meet in the workspace: the last to arrive adds them up.
-// What limits it is memory: a ring of 96 to 192 KiB an SM is in flight while a stage is used.
+// What limits it is memory: a ring of 64 to 192 KiB an SM is in flight while a stage is used.
 //
-// Macros: HEADS SLICES GROUP STAGES RESIDENT BF16 SMEM_BYTES
-#include "decode.cuh"
-
-constexpr int D = 128, TILE = 16;
-constexpr int WARPS = HEADS * SLICES, THREADS = 32 * (WARPS + 1);
-constexpr int TEAM = 32 * SLICES;                      // threads that share a KV head
-constexpr int HALF_BYTES = TILE * 128;                 // 16 rows of 64 elements
-constexpr int TILE_BYTES = 2 * HALF_BYTES;             // of one head
-constexpr int BOX_BYTES = HEADS * TILE_BYTES;          // what one copy brings
-constexpr int STAGE_BYTES = 2 * SLICES * BOX_BYTES;    // K and V
-constexpr int N_TILES = GROUP > 8 ? 2 : 1;             // query heads, in eights
-constexpr int PITCH = D + 4;                           // of a row of partial sums in shared memory, floats
-constexpr int OFFSET_SUMS = STAGES * STAGE_BYTES;
-constexpr int OFFSET_STATS = OFFSET_SUMS + WARPS * GROUP * PITCH * 4;
-constexpr int OFFSET_FLAGS = OFFSET_STATS + WARPS * GROUP * 8;
-constexpr int OFFSET_BARRIERS = (OFFSET_FLAGS + HEADS * 4 + 7) / 8 * 8;
-static_assert(1024 + OFFSET_BARRIERS + 16 * STAGES <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
-static_assert(GROUP <= 16 && 32 % SLICES == 0, "query heads fill one mma, slices divide a warp");
-
-struct Args {
-    const u16* q;
-    u16* o;
-    const int* table;  // pages of each sequence
-    const int4* items;
-    const int* starts;  // first item of each block, and the end
-    float* sums;        // partial results, normalised: [slot][HEADS][GROUP][128]
-    float* scales;      // log2 of what each was divided by: [slot][HEADS][GROUP]
-    int* counters;      // arrivals, zero before and after a launch: [sequence][KV head]
-    int width;          // columns of the table
-    int page_shift;     // log2 of the tokens of a page
-    int kv_heads;
-    float scale;        // log2(e)/√128
-};
-
-struct Ring {
-    int stage = 0;
-    u32 phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
-
-struct Shared {
-    u32 base;
-    unsigned char* bytes;  // the same place
-    __device__ __forceinline__ u32 k(int stage) const { return base + stage * STAGE_BYTES; }
-    __device__ __forceinline__ u32 v(int stage) const { return k(stage) + SLICES * BOX_BYTES; }
-    __device__ __forceinline__ u32 full(int stage) const { return base + OFFSET_BARRIERS + 8 * stage; }
-    __device__ __forceinline__ u32 empty(int stage) const { return full(STAGES + stage); }
-    __device__ __forceinline__ float* sums(int warp) const {
-        return reinterpret_cast<float*>(bytes + OFFSET_SUMS) + warp * GROUP * PITCH;
-    }
-    __device__ __forceinline__ float2* stats(int warp) const {
-        return reinterpret_cast<float2*>(bytes + OFFSET_STATS) + warp * GROUP;
-    }
-    __device__ __forceinline__ volatile int* flag(int head) const {
-        return reinterpret_cast<volatile int*>(bytes + OFFSET_FLAGS) + head;
-    }
-};
-
-__device__ __forceinline__ int tiles_of(const Item& item) { return (item.end - item.begin + TILE - 1) / TILE; }
-
-// ---- the warp that loads -----------------------------------------------------------------------------
-
-// The page of tile `tile` of an item; any page where there is no such tile.
-__device__ __forceinline__ int page_of(const Args& args, const Item& item, int tile) {
-    const int token = min(item.begin + tile * TILE, max(item.end - 1, 0));
-    return __ldg(args.table + size_t(item.row) * args.width + (token >> args.page_shift));
-}
-
-// Lane i of the warp loads tile i of every 32, page numbers are fetched 32 tiles ahead.
-__device__ __forceinline__ void produce(const TensorMap& k, const TensorMap& v, const Args& args, const Shared& shared,
-                                        int lane) {
-    const u64 once = policy_evict_first();
-    const int within = (1 << args.page_shift) - 1;
-    Ring ring;
-    int at = __ldg(args.starts + blockIdx.x);
-    const int stop = __ldg(args.starts + blockIdx.x + 1);
-    if (at == stop) return;
-    Item item = load_item(args.items, at);
-    int pages = page_of(args, item, lane);
-#pragma unroll 1
-    while (true) {
-        const bool last = at + 1 == stop;
-        const Item following = load_item(args.items, last ? at : at + 1);
-        const int tiles = tiles_of(item);
-        int first = 0;
-#pragma unroll 1
-        do {
-            const int page = pages;
-            pages = first + 32 < tiles ? page_of(args, item, first + 32 + lane) : page_of(args, following, lane);
-            const int here = min(32, tiles - first);
-            const int token = (item.begin + (first + lane) * TILE) & within;
-#pragma unroll 1
-            for (int s = 0; s < here; s += SLICES, ring.next()) {
-                const int count = min(SLICES, here - s);
-                const u32 full = shared.full(ring.stage);
-                barrier_wait(shared.empty(ring.stage), ring.phase ^ 1);
-                if (lane == 0) barrier_expect(full, count * 2 * BOX_BYTES);
-                __syncwarp();
-                const int slice = lane - s;
-                if (slice >= 0 && slice < count) {
-                    tma_load_5d(shared.k(ring.stage) + slice * BOX_BYTES, &k, full, 0, token, 0, item.head, page, once);
-                    tma_load_5d(shared.v(ring.stage) + slice * BOX_BYTES, &v, full, 0, token, 0, item.head, page, once);
-                }
-                __syncwarp();
-            }
-            first += 32;
-        } while (first < tiles);
-        if (last) return;
-        item = following;
-        ++at;
-    }
-}
+// Macros: HEADS SLICES GROUP STAGES RESIDENT LOAD HINT FETCH BF16 SMEM_BYTES
+#include "decode_loads.cuh"
 
 // ---- the warps that compute --------------------------------------------------------------------------
 
@@ -144,12 +32,6 @@ __device__ __forceinline__ void load_q(u32 (&q)[N_TILES][16], const Args& args, 
         for (int i = 0; i < 16; ++i)
             q[n][i] = member < GROUP ? __ldg(reinterpret_cast<const u32*>(from + i * 8)) : 0u;
     }
-}
-
-// Address of this lane's row of the two 16-byte columns 2·i and 2·i + 1 of a tile, for ldmatrix.
-__device__ __forceinline__ u32 tile_address(u32 tile, int i, int lane) {
-    const int row = (lane & 7) + (lane >> 4) * 8, column = 2 * i + (lane >> 3 & 1);
-    return tile + (column >> 3) * HALF_BYTES + row * 128 + ((column ^ row) & 7) * 16;
 }
 
 // Adds 16 tokens, of which the first `valid` (at least one) count.
@@ -306,7 +188,7 @@ __device__ __forceinline__ void consume(const Args& args, const Shared& shared, 
     const int head = warp % HEADS, slice = warp / HEADS;
     const u32 tile = slice * BOX_BYTES + head * TILE_BYTES;
     const int stop = __ldg(args.starts + blockIdx.x + 1);
-    Ring ring;
+    Feed feed(args, shared, tile, head, slice, lane);
 #pragma unroll 1
     for (int at = __ldg(args.starts + blockIdx.x); at < stop; ++at) {
         const Item item = load_item(args.items, at);
@@ -324,14 +206,14 @@ __device__ __forceinline__ void consume(const Args& args, const Shared& shared, 
         }
         const int tiles = tiles_of(item);
 #pragma unroll 1
-        for (int first = 0; first < tiles; first += SLICES, ring.next()) {
-            barrier_wait(shared.full(ring.stage), ring.phase);
-            if (first + slice < tiles) {
+        for (int first = 0; first < tiles; first += SLICES) {
+            const bool mine = first + slice < tiles;
+            const int stage = feed.wait(mine);
+            if (mine) {
                 const int valid = item.end - item.begin - (first + slice) * TILE;
-                add_tile(state, q, shared.k(ring.stage) + tile, shared.v(ring.stage) + tile, valid, args.scale, lane);
+                add_tile(state, q, shared.k(stage) + tile, shared.v(stage) + tile, valid, args.scale, lane);
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared.empty(ring.stage));
+            feed.release(mine);
         }
         finish(state, args, item, shared, warp, head, slice * 32 + lane);
     }
@@ -344,7 +226,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u32 start = smem_address(raw), base = (start + 1023) & ~1023u;
     const Shared shared{base, raw + (base - start)};
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp == WARPS) {
+    if constexpr (LOAD == BY_WARP) {
+        consume(args, shared, warp, lane);
+    } else if (warp == WARPS) {
         if (lane == 0) {
             prefetch_map(&k);
             prefetch_map(&v);

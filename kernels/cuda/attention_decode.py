@@ -9,13 +9,15 @@ import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any
 
 from dsl_bench.kernels.cuda import _pieces
-from dsl_bench.kernels.cuda._maps import device_ints, tiled_map
-from dsl_bench.kernels.cuda._pieces import Lists, Span
+from dsl_bench.kernels.cuda._maps import device_ints
+from dsl_bench.kernels.cuda._pieces import Lists, Piece, Span
 from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, ranked, spread
+from dsl_bench.kernels.cuda._promoted import FETCHES, promoted_map
 
 from dsl_bench.backends.cuda import CudaSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, int_list
@@ -27,15 +29,27 @@ SM_SMEM, BLOCK_SMEM = 233472, 1024
 MAX_GROUP = 16
 #: what a piece costs beside its tokens, and a piece of a cut sequence on top, as bytes of the cache
 PIECE_BYTES, JOIN_BYTES = 8192, 8192
+#: what a block costs that the GPU starts when another ends
+BLOCK_BYTES = 65536
 #: bytes a second of the memory and of one SM; seconds: a load's latency, a launch, reading eight results
 READ_RATE, SM_RATE, LATENCY, START, JOIN_STEP = 4.4e12, 70e9, 1.0e-6, 4.0e-6, 0.7e-6
+
+#: ways to load, in the numbers of decode_loads.cuh: by TMA the left halves of a tile's tokens before the
+#: right ones, or token after token; or each warp its own tiles by cp.async
+LOADS = {"halves": 0, "tokens": 1, "warp": 2}
+#: how work is cut: as in _pieces.py for as many blocks as the GPU holds, or a piece a block, which the GPU
+#: deals out
+PLANS = (*_pieces.PLANS, "grid")
 
 SPACE: dict[str, Sequence[Any]] = {
     "heads": (1, 2, 4, 8),
     "slices": (1, 2, 4, 8),
     "resident": (1, 2),
     "flight": (64, 96, 128, 192),
-    "plan": _pieces.PLANS,
+    "plan": PLANS,
+    "load": tuple(LOADS),
+    "fetch": FETCHES,
+    "hint": (1, 0),
 }
 
 
@@ -83,13 +97,17 @@ def valid(case: Case, config: Config) -> str | None:
 
 
 def static(case: Case, config: Config) -> dict[str, Any]:
-    """All that is baked in: the shape of a stage and the query heads a KV head; no size of the case."""
+    """All that is baked in: the shape of a stage, how it is loaded and the query heads a KV head; no size of
+    the case. What L2 fetches is in the tensor maps where there are any."""
     return {
         "heads": config["heads"],
         "slices": config["slices"],
         "resident": config["resident"],
         "stages": stages_of(config),
         "group": group_of(case),
+        "load": LOADS[str(config["load"])],
+        "hint": config["hint"],
+        "fetch": config["fetch"] if config["load"] == "warp" else 0,
         "bf16": int(case.dtype == "bf16"),
     }
 
@@ -98,7 +116,7 @@ def source(static: Mapping[str, Any], arch: str) -> CudaSource:
     """attention_decode.cu with its macros."""
     bytes_ = smem(static["group"], static, static["stages"])
     defines = {name.upper(): value for name, value in static.items()} | {"SMEM_BYTES": bytes_}
-    threads = 32 * (static["heads"] * static["slices"] + 1)
+    threads = 32 * (static["heads"] * static["slices"] + (static["load"] != LOADS["warp"]))
     file = Path(__file__).with_name("attention_decode.cu")
     return CudaSource(file, "attention_decode", defines, (), bytes_, threads)
 
@@ -112,7 +130,38 @@ def _cut(
     )
     unit_bytes = unit * heads * D * 4
     overhead, join = PIECE_BYTES / unit_bytes, JOIN_BYTES / unit_bytes
-    return spans, _pieces.plan([s.units for s in spans], workers, overhead, way, join)
+    units = [s.units for s in spans]
+    if way == "grid":
+        return spans, deal(units, workers, BLOCK_BYTES / unit_bytes)
+    return spans, _pieces.plan(units, workers, overhead, way, join)
+
+
+def deal(units: Sequence[int], workers: int, overhead: float) -> Lists:
+    """A list for each piece, longest first: equal parts of the jobs, of the size that lets ``workers`` blocks
+    at a time end first where a piece costs ``overhead`` units beside its own."""
+    sizes = {max(1, -(-sum(units) // (workers * finer))) for finer in (1, 2, 3, 4, 6)} | {max(1, *units)}
+    cuts = [_even(units, size) for size in sorted(sizes, reverse=True)]
+    return min(cuts, key=lambda lists: busiest(lists, workers, overhead))
+
+
+def _even(units: Sequence[int], size: int) -> Lists:
+    """A list for each piece: jobs in equal parts of ``size`` units at most, longest first."""
+    pieces = []
+    for job, count in enumerate(units):
+        parts = max(1, -(-count // size))
+        edges = [count * i // parts for i in range(parts + 1)]
+        pieces += [Piece(job, begin, end) for begin, end in itertools.pairwise(edges)]
+    pieces.sort(key=lambda p: (p.begin - p.end, p))
+    return [[piece] for piece in pieces]
+
+
+def busiest(lists: Lists, workers: int, overhead: float = 0.0) -> float:
+    """Units until the last of ``workers`` is done, who take the lists in their order as they get free."""
+    busy = [0.0] * min(workers, len(lists))
+    heapify(busy)
+    for pieces in lists:
+        heapreplace(busy, busy[0] + sum(p.end - p.begin + overhead for p in pieces))
+    return max(busy)
 
 
 def cut(case: Case, config: Mapping[str, Any], sms: int = SMS) -> tuple[tuple[Span, ...], Lists]:
@@ -136,43 +185,63 @@ def bind(
     sums = module.scratch("sums", places * D * 4)
     scales = module.scratch("scales", places * 4)
     counters = module.scratch("counters", len(int_list(str(case.params["lens"]))) * kv_heads * 4)
-    maps = [cache_map(inputs[name], case.dtype, heads) for name in ("k_cache", "v_cache")]
-    tensors = (inputs["q"], outputs["o"], inputs["page_table"], items, begins, sums, scales, counters)
-    width, shift = inputs["page_table"].shape[1], int(case["page"]).bit_length() - 1
-    args = struct.pack("<8Q3if", *(t.data_ptr() for t in tensors), width, shift, kv_heads, LOG2_E / D**0.5)
+    caches = (inputs["k_cache"], inputs["v_cache"])
+    maps = [cache_map(cache, case.dtype, c) for cache in caches]
+    table = inputs["page_table"]
+    tensors = (inputs["q"], *caches, outputs["o"], table, items, begins, sums, scales, counters)
+    width, shift = table.shape[1], int(case["page"]).bit_length() - 1
+    args = struct.pack("<10Q3if", *(t.data_ptr() for t in tensors), width, shift, kv_heads, LOG2_E / D**0.5)
     return Call(module.launcher((len(lists),), [*maps, args]), keep=(*tensors, *inputs.values()))
 
 
-def cache_map(cache: Any, dtype: str, heads: int) -> bytes:
-    """The map of [pool, page, hkv, 128]; its box: 16 tokens of ``heads`` heads as [head][half][token][64]."""
+def cache_map(cache: Any, dtype: str, config: Mapping[str, Any]) -> bytes:
+    """The map of [pool, page, hkv, 128]; its box: 16 tokens of ``heads`` heads as [head][half][token][64], or
+    as [head][token][half][64] where a copy goes token after token."""
     pool, page, kv_heads, _ = cache.shape
-    row = kv_heads * D * 2
-    sizes = (64, page, 2, kv_heads, pool)
-    return tiled_map(cache.data_ptr(), dtype, sizes, (row, 128, D * 2, page * row), (64, TILE, 2, heads, 1))
+    row, heads = kv_heads * D * 2, config["heads"]
+    token, half = (page, row, TILE), (2, 128, 2)
+    first, second = (half, token) if config["load"] == "tokens" else (token, half)
+    sizes = (64, first[0], second[0], kv_heads, pool)
+    strides = (first[1], second[1], D * 2, page * row)
+    box = (64, first[2], second[2], heads, 1)
+    return promoted_map(cache.data_ptr(), dtype, sizes, strides, box, config["fetch"])
 
 
 # ---- guesses ---------------------------------------------------------------------------------------
 
 
-def seconds(case: Case, config: Mapping[str, Any]) -> float:
-    """Estimated time: the slower of memory and the busiest block, and what joining the pieces adds."""
-    _, lists = cut(case, config)
-    group, unit_bytes = group_of(case), stage_bytes(config)
+@lru_cache(maxsize=1024)
+def _shares(
+    lens: tuple[int, ...], kv_heads: int, heads: int, unit: int, resident: int, way: str
+) -> tuple[int, int, int, float, int]:
+    """Of a cut: its lists, the most pieces of a job, all units, those of the busiest place and its pieces."""
+    workers = resident * SMS
+    _, lists = _cut(lens, kv_heads, heads, unit, workers, way)
     pieces: dict[int, int] = {}
     for piece in (p for worker in lists for p in worker):
         pieces[piece.job] = pieces.get(piece.job, 0) + 1
-    most = max(pieces.values())
+    total = sum(p.end - p.begin for worker in lists for p in worker)
+    start = BLOCK_BYTES / (unit * heads * D * 4) if way == "grid" else 0.0
+    ends = max(max(map(len, lists)), -(-len(lists) // workers))
+    return len(lists), max(pieces.values()), total, busiest(lists, workers, start), ends
+
+
+def seconds(case: Case, config: Mapping[str, Any]) -> float:
+    """Estimated time: the slower of memory and the busiest block, and what joining the pieces adds. How the
+    bytes are loaded makes no difference here: what it does is being found out."""
+    lens, unit = int_list(str(case.params["lens"])), config["slices"] * TILE
+    shape = (config["heads"], unit, config["resident"], config["plan"])
+    count, most, total, units, pieces = _shares(lens, case["hkv"], *shape)
+    unit_bytes = stage_bytes(config)
     flying = stages_of(config) * unit_bytes
-    rate = min(SM_RATE / min(config["resident"], -(-len(lists) // SMS)), flying / LATENCY)
-    units = max(sum(p.end - p.begin for p in worker) for worker in lists)
-    total = sum(p.end - p.begin for worker in lists for p in worker) * unit_bytes
-    steps = -(-group * 32 // (32 * config["slices"])) * -(-most // 8)
+    rate = min(SM_RATE / min(config["resident"], -(-count // SMS)), flying / LATENCY)
+    steps = -(-group_of(case) * 32 // (32 * config["slices"])) * -(-most // 8)
     join = 1.5e-6 + steps * JOIN_STEP if most > 1 else 0.0
-    ends = max(map(len, lists)) * 0.2e-6
-    # Adjacent heads read whole pages, and more in flight than is needed is worse for the memory (measured in
-    # another language: 490 us with 128 KiB, 495 to 505 with 192): worth a little where memory is what counts.
+    ends = pieces * 0.2e-6
+    # Adjacent heads read whole pages, and more in flight than is needed is worse for the memory (measured: 64
+    # KiB an SM beat 96 to 192 with 4 heads): worth a little where memory is what counts.
     worse = 0.02 / config["heads"] + 0.0003 * abs(config["flight"] - 128)
-    return START + max(total / READ_RATE * (1 + worse), units * unit_bytes / rate) + join + ends
+    return START + max(total * unit_bytes / READ_RATE * (1 + worse), units * unit_bytes / rate) + join + ends
 
 
 def cost(case: Case, config: Config) -> float:
@@ -180,26 +249,83 @@ def cost(case: Case, config: Config) -> float:
     return seconds(case, config) * 1e6
 
 
+def _config(*shape: Any, load: str = "halves", fetch: int = 256, hint: int = 1) -> dict[str, Any]:
+    """A config by heads, slices, resident, flight and plan, loaded as before there was a choice."""
+    values = (*shape, load, fetch, hint)
+    return dict(zip(SPACE, values, strict=True))
+
+
+def _gluon(*shape: Any, fetch: int = 0, hint: int = 0) -> dict[str, Any]:
+    """The same, loaded as the Gluon kernel does."""
+    return _config(*shape, load="warp", fetch=fetch, hint=hint)
+
+
+#: where memory decides: the config that was fastest so far, then what the TileLang and Gluon kernels do and
+#: what lies between them and this one, a cause at a time
+WINNER = (4, 1, 1, 64, "even")
+PAIR, WHOLE = (1, 4, 2, 128), (1, 8, 1, 192)
+LONG = (
+    _config(*WINNER),
+    _config(*PAIR, "stream", fetch=128),
+    _gluon(*WHOLE, "grid"),
+    _config(*WINNER, fetch=128),
+    _config(*PAIR, "stream", hint=0),
+    _config(*PAIR, "stream", load="tokens"),
+    _config(*PAIR, "grid"),
+    _gluon(*WHOLE, "even"),
+    _config(*PAIR, "stream", load="tokens", fetch=128, hint=0),
+    _gluon(*WHOLE, "grid", fetch=128),
+    _gluon(*WHOLE, "grid", hint=1),
+    _gluon(1, 4, 2, 192, "grid"),
+    _config(*PAIR, "stream", fetch=0),
+    _gluon(*WINNER),
+    _config(*PAIR, "grid", load="tokens", fetch=128, hint=0),
+    _config(*PAIR, "stream"),
+)
+#: where one piece's latency decides: the fastest so far, and the same causes
+SINGLE = (1, 4, 1, 128, "stream")
+SHORT = (
+    _config(*SINGLE),
+    _config(1, 4, 1, 96, "stream"),
+    _gluon(*SINGLE),
+    _config(*SINGLE, fetch=128),
+    _config(1, 8, 1, 128, "even"),
+    _config(1, 4, 1, 128, "even"),
+    _config(*SINGLE, load="tokens"),
+    _config(*SINGLE, hint=0),
+    _gluon(1, 4, 2, 192, "grid"),
+    _gluon(1, 8, 1, 192, "even"),
+    _gluon(*SINGLE, fetch=128),
+    _config(*SINGLE, load="tokens", fetch=128, hint=0),
+    _config(1, 4, 1, 96, "even"),
+    _config(2, 4, 1, 192, "even"),
+)
+
+
 def guesses(case: Case) -> list[dict[str, Any]]:
     """The cost model's choices, best first, that differ in a stage's shape or in the blocks an SM holds."""
-    every = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
-    possible = [c for c in every if valid(case, c) is None]
-    return spread(ranked(possible, lambda c: seconds(case, c)), ("heads", "slices", "resident"), 8)
+    shapes = itertools.product(*(SPACE[name] for name in ("heads", "slices", "resident", "flight", "plan")))
+    possible = [c for c in (_config(*shape) for shape in shapes) if valid(case, c) is None]
+    return spread(ranked(possible, lambda c: seconds(case, c)), ("heads", "slices", "resident"), 6)
 
 
 def default(case: Case) -> Config:
-    """The cost model's first choice; where nothing is valid, a config whose reason says why."""
-    return next(
-        iter(guesses(case)), {"heads": 1, "slices": 4, "resident": 1, "flight": 128, "plan": "stream"}
-    )
+    """What was fastest so far on cases of that size, or the cost model's first choice; where nothing is
+    valid, a config whose reason says why."""
+    found = _wanted(case)
+    return found[0] if found else _config(*SINGLE)
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """Further choices of the model, and its first with the other cut and with more and less in flight."""
-    found = guesses(case)
-    ways = [{**c, "plan": w} for c in found[:1] for w in _pieces.PLANS if w != c["plan"]]
-    depths = [{**c, "flight": f} for c in found[:1] for f in SPACE["flight"] if f != c["flight"]]
-    return found[1:2] + ways + [c for c in depths if valid(case, c) is None] + found[2:6]
+    """What separates the causes, for long runs or for short ones first; then the cost model's choices."""
+    return _wanted(case)[1:]
+
+
+def _wanted(case: Case) -> list[dict[str, Any]]:
+    moved = sum(int_list(str(case.params["lens"]))) * case["hkv"] * D * 4
+    known = LONG if moved / READ_RATE > 200e-6 else (*SHORT, _config(*WINNER))
+    found = [c for c in known if valid(case, c) is None]
+    return found + [c for c in guesses(case) if c not in found]
 
 
 KERNELS = (
@@ -217,15 +343,18 @@ KERNELS = (
         needs=Needs(archs=("sm_90a",)),
         files=(
             "attention_decode.cu",
+            "decode_loads.cuh",
+            "decode_copy_ptx.cuh",
             "decode.cuh",
             "decode_ptx.cuh",
             "ptx.cuh",
             "wgmma.cuh",
             "_pieces.py",
             "_maps.py",
+            "_promoted.py",
             "_tma.py",
             "_plan.py",
         ),
-        summary="pages by TMA, 16 tokens a warp on mma.sync, equal shares, pieces joined by the last block",
+        summary="pages by TMA or cp.async, 16 tokens a warp on mma.sync, pieces joined by the last block",
     ),
 )

@@ -86,6 +86,11 @@ struct Warp {
 
 using Task = std::function<void()>;
 
+struct CopyGroups {  // of cp.async
+    std::vector<Task> open;
+    std::vector<std::vector<Task>> groups;
+};
+
 struct Fiber {
     ucontext_t context{};
     std::vector<char> stack;
@@ -95,6 +100,7 @@ struct Fiber {
     bool done = false;
     std::vector<Task> open;                 // wgmmas not yet committed
     std::vector<std::vector<Task>> groups;  // committed ones
+    CopyGroups copies;
     int lane() const { return thread % 32; }
 };
 
@@ -246,6 +252,9 @@ inline void fiber_entry() {
     Fiber* const self = machine.current;
     machine.body();
     demand(self->open.empty() && self->groups.empty(), "a thread ended with wgmmas not waited for");
+    bool copying = !self->copies.open.empty();
+    for (const auto& group : self->copies.groups) copying = copying || !group.empty();
+    demand(!copying, "a thread ended with copies by cp.async not waited for");
     self->done = true;
     ++machine.progress;
     swapcontext(&self->context, &machine.scheduler);
