@@ -59,6 +59,8 @@ class HeadStart:
         def work() -> None:
             if before is not None:
                 before.join()
+            if not self.device.alive:  # started from here, another would end with this thread
+                return
             if self.device.run(job, deadline, stop=self._stop).done is not None:
                 self.mark(then)
 

@@ -63,8 +63,13 @@ class Worker:
     def start(self, stop: threading.Event | None = None) -> None:
         """Start the process unless there is one. It dies with the *thread* that calls this: so a worker that
         several threads use is started by the one that outlives them."""
-        if self._process is None or self._process.poll() is not None:
+        if not self.alive:
             self._start(stop)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self._process is not None and self._process.poll() is None
 
     def run(
         self,

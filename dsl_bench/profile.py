@@ -6,9 +6,11 @@ between two marks that the worker sets. Metrics: NVIDIA's Nsight Compute documen
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,26 +66,31 @@ def measure(ncu: str, job: ProfileJob, seconds: float) -> list[Row]:
         log = Path(folder) / "ncu.csv"
         command = [ncu, *_options(log), sys.executable, "-P", "-m", "dsl_bench.worker", "device"]
         env = {k: v for k, v in os.environ.items() if k != "DSL_BENCH_PARENT"}
-        try:
-            done = subprocess.run(
-                command,
-                input=jobs.encoder.encode(job) + b"\n",
-                capture_output=True,
-                timeout=seconds,
-                env=env,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise UsageError(f"ncu did not end within {seconds:.0f} s") from None
+        replies, errors = _run(command, jobs.encoder.encode(job) + b"\n", seconds, env)
         text = log.read_text(errors="replace") if log.exists() else ""
-        said = _refusal(done.stdout)
+        said = _refusal(replies)
         if said:
             raise UsageError(f"{job.racer.choice.kernel} under ncu: {said}")
         rows = parse(text)
         if not rows:
-            raise UsageError(f"ncu gave no metrics: {_why(text, done.stderr)}")
+            raise UsageError(f"ncu gave no metrics: {_why(text, errors)}")
     head = {"workload": job.case.workload, "case": job.case.name, "kernel": job.racer.choice.kernel}
     return [{**head, **row} for row in rows]
+
+
+def _run(command: list[str], text: bytes, seconds: float, env: Mapping[str, str]) -> tuple[bytes, bytes]:
+    """What ``command`` wrote to its two streams, given ``text``; it and all that it started end here."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, start_new_session=True
+    ) as process:
+        try:
+            return process.communicate(text, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"ncu did not end within {seconds:.0f} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _options(log: Path) -> list[str]:

@@ -228,9 +228,10 @@ def follow_parent(parent: int) -> None:
 
 def leave_nobody() -> None:
     """Start a process that outlives this one, however that ends, by a moment: it ends the whole group, and
-    with it the compilers and whatever else was started here. They would not hear of the parent's death."""
+    with it the compilers and whatever else was started here. They would not hear of the parent's death. A
+    group that others lead (a profiler's, say) is theirs to end."""
     us = os.getpid()
-    if os.fork():
+    if os.getpgrp() != us or os.fork():
         return
     for stream in (0, 1, 2):
         os.close(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_the_device_worker_imports_without_touching_the_gpu_and_outlives_the_thr
         when = head.timeline()
         assert list(when) == ["torch imported", "once more", "finished"]
         assert 0 < when["torch imported"] <= when["finished"]
+
+
+def test_a_device_worker_that_dies_while_it_warms_up_is_not_started_by_a_thread_that_ends() -> None:
+    with HeadStart() as head:
+        head.warm(jobs.PreloadJob((), context=False), 60.0, "torch imported")
+        first = pid_of(head)
+        head.settled()
+        os.kill(first, signal.SIGKILL)
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        head.warm(jobs.PreloadJob((), context=False), 60.0, "once more")
+        head.settled()
+        assert pid_of(head) == first and not head.device.alive
+        head.device.start()
+        assert pid_of(head) != first and head.device.alive
 
 
 def test_it_ends_while_it_is_at_it() -> None:

@@ -7,10 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsl_bench import profile
+from dsl_bench.errors import UsageError
+from dsl_bench.jobs import Origin, ProfileJob, Racer
+from dsl_bench.records import CaseRef, Choice
 
 ROOT = Path(__file__).parent.parent
 CSV = """==PROF== Connected to process 7
@@ -53,6 +57,56 @@ def test_without_ncu_or_a_gpu_it_says_so_in_one_line(path: str, tmp_path: Path) 
         assert done.returncode in (0, 2) and ("nothing to profile" in last or done.returncode == 0)
     else:
         assert "ncu is not on the PATH" in last and done.returncode == 2
+
+
+FAKE = """#!{python}
+import subprocess, sys, time
+log = sys.argv[sys.argv.index("--log-file") + 1]
+start = next(i for i, a in enumerate(sys.argv) if a == {python!r})
+{body}
+"""
+
+
+def fake_ncu(folder: Path, body: str) -> str:
+    """A program that takes ncu's options and does ``body``."""
+    path = folder / "ncu"
+    path.write_text(FAKE.format(python=sys.executable, body=body))
+    path.chmod(0o755)
+    return str(path)
+
+
+def any_job() -> ProfileJob:
+    case = CaseRef("gemm", "c", {"m": 8, "n": 8, "k": 8}, "fp16", ())
+    nowhere = Origin("backend", "none", "nowhere:X")
+    racer = Racer(nowhere, (), "language", Choice("triton/gemm", "0", {}), "")
+    return ProfileJob(Origin("workload", "none", "nowhere:X"), case, racer)
+
+
+def test_the_worker_under_ncu_does_not_end_those_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "csv").write_text(CSV)
+    body = f"""
+subprocess.run(sys.argv[start:], stdin=subprocess.DEVNULL, check=True)
+time.sleep(0.5)
+open(log, "w").write(open({str(tmp_path / "csv")!r}).read())"""
+    rows = profile.measure(fake_ncu(tmp_path, body), any_job(), 60.0)
+    assert [r["function"] for r in rows] == ["gemm", "combine"]
+
+
+def test_what_the_worker_refuses_under_ncu_is_told(tmp_path: Path) -> None:
+    body = "subprocess.run(sys.argv[start:], check=True)"
+    with pytest.raises(UsageError, match="triton/gemm under ncu: "):
+        profile.measure(fake_ncu(tmp_path, body), any_job(), 60.0)
+
+
+def test_an_ncu_that_hangs_is_ended_with_all_it_started(tmp_path: Path, processes: Any) -> None:
+    pid = tmp_path / "pid"
+    body = f"""
+child = subprocess.Popen(["sleep", "600"])
+open({str(pid)!r}, "w").write(str(child.pid))
+child.wait()"""
+    with pytest.raises(UsageError, match="did not end within 2 s"):
+        profile.measure(fake_ncu(tmp_path, body), any_job(), 2.0)
+    processes.assert_gone(int(pid.read_text()))
 
 
 @pytest.mark.gpu
