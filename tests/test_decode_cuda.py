@@ -192,8 +192,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cpu
     if not shutil.which("g++"):
         pytest.skip("no g++")
     patch = pytest.MonkeyPatch()
-    patch.setattr(mla_decode, "tiled_map", cpu_map)
-    patch.setattr(attention_decode, "promoted_map", lambda *args: cpu_map(*args[:-1]))
+    for module in (mla_decode, attention_decode):
+        patch.setattr(module, "tiled_map", lambda *args: cpu_map(*args[:-1]))
     made: dict[Any, Any] = {}
 
     def get(kernel: Kernel, static: Mapping[str, Any], sms: int, seed: int) -> CpuModule:
@@ -263,7 +263,7 @@ LEAN = {"heads": 1, "slices": 4, "resident": 1, "flight": 64, "plan": "stream", 
 TOKENS = {**LEAN, "load": "tokens", "hint": 0}
 WARP = {**LEAN, "load": "warp", "hint": 0, "fetch": 0}
 PAIRS = {**LEAN, "heads": 2, "slices": 2}
-WIDE = {"form": "wide", "cluster": 1, "lag": 0, "plan": "even"}
+WIDE = {"form": "wide", "cluster": 1, "lag": 0, "plan": "even", "fetch": 128}
 HELD = {**WIDE, "form": "held"}
 NARROW = {**WIDE, "form": "narrow"}
 RUNS = [

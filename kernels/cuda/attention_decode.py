@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dsl_bench.kernels.cuda import _pieces
-from dsl_bench.kernels.cuda._maps import device_ints
+from dsl_bench.kernels.cuda._maps import FETCHES, device_ints, tiled_map
 from dsl_bench.kernels.cuda._pieces import Lists, Piece, Span
 from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, ranked, spread
-from dsl_bench.kernels.cuda._promoted import FETCHES, promoted_map
 
 from dsl_bench.backends.cuda import CudaSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs, int_list
@@ -204,7 +203,7 @@ def cache_map(cache: Any, dtype: str, config: Mapping[str, Any]) -> bytes:
     sizes = (64, first[0], second[0], kv_heads, pool)
     strides = (first[1], second[1], D * 2, page * row)
     box = (64, first[2], second[2], heads, 1)
-    return promoted_map(cache.data_ptr(), dtype, sizes, strides, box, config["fetch"])
+    return tiled_map(cache.data_ptr(), dtype, sizes, strides, box, config["fetch"])
 
 
 # ---- guesses ---------------------------------------------------------------------------------------
@@ -351,7 +350,6 @@ KERNELS = (
             "wgmma.cuh",
             "_pieces.py",
             "_maps.py",
-            "_promoted.py",
             "_tma.py",
             "_plan.py",
         ),

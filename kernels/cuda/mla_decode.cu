@@ -24,8 +24,14 @@ constexpr int OFFSET_STAGING = 3 * BLOCK_BYTES;  // 1 KiB a warp
 constexpr int OFFSET_SHRINK = OFFSET_STAGING + CONSUMERS * 1024;  // [2][64] floats
 constexpr int OFFSET_INVERSE = OFFSET_SHRINK + 2 * ROWS * 4;      // [2][64] floats
 constexpr int OFFSET_BARRIERS = OFFSET_INVERSE + 2 * ROWS * 4;
-constexpr int BARRIERS = 2 * (TILES + 5) + 2;
+constexpr int BARRIERS = 2 * 7 + 2;
 static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
+
+// x, of which the compiler knows nothing: what depends on it is computed here and holds no register before.
+__device__ __forceinline__ u32 opaque(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 struct Shared {
     u32 base;
@@ -40,14 +46,15 @@ struct Shared {
         return reinterpret_cast<float*>(bytes + OFFSET_INVERSE) + b * ROWS;
     }
     __device__ __forceinline__ u32 barrier(int i) const { return base + OFFSET_BARRIERS + 8 * i; }
-    __device__ __forceinline__ u32 full(int b, int tile) const { return barrier(b * TILES + tile); }
-    __device__ __forceinline__ u32 empty_left(int b) const { return barrier(2 * TILES + b); }    // tiles 0-3
-    __device__ __forceinline__ u32 empty_right(int b) const { return barrier(2 * TILES + 2 + b); }  // tiles 4-8
-    __device__ __forceinline__ u32 weighted(int b) const { return barrier(2 * TILES + 4 + b); }  // P is there
-    __device__ __forceinline__ u32 scored(int b) const { return barrier(2 * TILES + 6 + b); }    // the scores are done
-    __device__ __forceinline__ u32 summed(int b) const { return barrier(2 * TILES + 8 + b); }    // so is a piece
-    __device__ __forceinline__ u32 q_full() const { return barrier(2 * TILES + 10); }
-    __device__ __forceinline__ u32 q_empty() const { return barrier(2 * TILES + 11); }
+    __device__ __forceinline__ u32 full_left(int b) const { return barrier(b); }         // tiles 0-3
+    __device__ __forceinline__ u32 full_right(int b) const { return barrier(2 + b); }    // tiles 4-8
+    __device__ __forceinline__ u32 empty_left(int b) const { return barrier(4 + b); }
+    __device__ __forceinline__ u32 empty_right(int b) const { return barrier(6 + b); }
+    __device__ __forceinline__ u32 weighted(int b) const { return barrier(8 + b); }  // P is there
+    __device__ __forceinline__ u32 scored(int b) const { return barrier(10 + b); }   // the scores are done
+    __device__ __forceinline__ u32 summed(int b) const { return barrier(12 + b); }   // so is a piece
+    __device__ __forceinline__ u32 q_full() const { return barrier(14); }
+    __device__ __forceinline__ u32 q_empty() const { return barrier(15); }
 };
 
 // What all roles know of this block's work.
@@ -59,14 +66,20 @@ __device__ __forceinline__ u32 parity(int use) { return use >> 1 & 1; }
 
 // ---- the thread that loads ---------------------------------------------------------------------------
 
-__device__ __forceinline__ void load_tile(const TensorMap& cache, u32 block, u32 full, int tile, int page, int rank,
-                                          u64 policy) {
-    barrier_expect(full, TILE_BYTES);
-    if constexpr (CLUSTER == 1)
-        tma_load_hint(block + tile * TILE_BYTES, &cache, full, tile * 64, page * TOKENS, policy);
-    else
-        tma_multicast_hint(block + tile * TILE_BYTES + rank * (TILE_BYTES / 2), &cache, full, tile * 64,
-                           page * TOKENS + rank * (TOKENS / 2), 3, policy);
+// Loads tiles FIRST to END - 1. A wait costs the warpgroups some 80 clocks even when all is there, half of what a
+// tile's products take: so there is one for half a block, and not one a tile.
+template <int FIRST, int END>
+__device__ __forceinline__ void load_tiles(const TensorMap& cache, u32 block, u32 full, int page, int rank,
+                                           u64 policy) {
+    barrier_expect(full, (END - FIRST) * TILE_BYTES);
+#pragma unroll
+    for (int t = FIRST; t < END; ++t) {
+        if constexpr (CLUSTER == 1)
+            tma_load_hint(block + t * TILE_BYTES, &cache, full, t * 64, page * TOKENS, policy);
+        else
+            tma_multicast_hint(block + t * TILE_BYTES + rank * (TILE_BYTES / 2), &cache, full, t * 64,
+                               page * TOKENS + rank * (TOKENS / 2), 3, policy);
+    }
 }
 
 __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& cache, const Args& args,
@@ -85,12 +98,9 @@ __device__ __forceinline__ void produce(const TensorMap& q, const TensorMap& cac
             const int next = __ldg(pages + min(j + 1, item.end - 1));
             const int b = use & 1;
             barrier_wait(shared.empty_left(b), parity(use) ^ 1);
-#pragma unroll
-            for (int t = 0; t < 4; ++t) load_tile(cache, shared.block(b), shared.full(b, t), t, page, work.rank, once);
+            load_tiles<0, 4>(cache, shared.block(b), shared.full_left(b), page, work.rank, once);
             barrier_wait(shared.empty_right(b), parity(use) ^ 1);
-#pragma unroll
-            for (int t = 4; t < TILES; ++t)
-                load_tile(cache, shared.block(b), shared.full(b, t), t, page, work.rank, once);
+            load_tiles<4, TILES>(cache, shared.block(b), shared.full_right(b), page, work.rank, once);
             page = next;
             if (j > item.begin) continue;
             barrier_wait(shared.q_empty(), (pieces & 1) ^ 1);
@@ -154,18 +164,25 @@ __device__ __forceinline__ void scale_sums(float (&sum)[128], float upper, float
 
 // ---- the left warpgroup ------------------------------------------------------------------------------
 
-// Issues s = q·cᵀ of block `use` tile by tile as they arrive.
+// Issues s += q·cᵀ over tiles FIRST to END - 1 of buffer `b`; tile 0 overwrites what s held.
+template <int FIRST, int END>
+__device__ __forceinline__ void issue_tiles(float (&s)[32], const Shared& shared, int b) {
+    const u64 q = tile_descriptor(opaque(shared.q())), c = tile_descriptor(shared.block(b));
+    wgmma_fence();
+#pragma unroll
+    for (int t = FIRST; t < END; ++t)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            Wgmma<64>::run(s, q + t * (TILE_BYTES >> 4) + 2 * k, c + t * (TILE_BYTES >> 4) + 2 * k, t | k);
+}
+
+// Issues s = q·cᵀ of block `use`, each half when it is there.
 __device__ __forceinline__ void issue_scores(float (&s)[32], const Shared& shared, int use) {
     const int b = use & 1;
-#pragma unroll 1
-    for (int t = 0; t < TILES; ++t) {
-        barrier_wait(shared.full(b, t), parity(use));
-        wgmma_fence();
-        const u64 q = tile_descriptor(shared.q() + t * TILE_BYTES);
-        const u64 c = tile_descriptor(shared.block(b) + t * TILE_BYTES);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) Wgmma<64>::run(s, q + 2 * k, c + 2 * k, t | k);
-    }
+    barrier_wait(shared.full_left(b), parity(use));
+    issue_tiles<0, 4>(s, shared, b);
+    barrier_wait(shared.full_right(b), parity(use));
+    issue_tiles<4, TILES>(s, shared, b);
     wgmma_commit();
 }
 
@@ -299,8 +316,7 @@ __device__ __forceinline__ void sum_right(const Args& args, const Shared& shared
             if constexpr (LAG) {
                 if (!last) barrier_wait(shared.scored(b ^ 1), parity(use + 1));
             }
-#pragma unroll
-            for (int t = 4; t < 8; ++t) barrier_wait(shared.full(b, t), parity(use));
+            barrier_wait(shared.full_right(b), parity(use));
             const u64 weights = tile_descriptor(shared.block(b) + ROTARY);
             const u64 values = value_descriptor(shared.block(b) + 4 * TILE_BYTES, TILE_BYTES);
             wgmma_fence();
@@ -343,7 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&q);
         prefetch_map(&cache);
         for (int b = 0; b < 2; ++b) {
-            for (int t = 0; t < TILES; ++t) barrier_init(shared.full(b, t), 1);
+            barrier_init(shared.full_left(b), 1);
+            barrier_init(shared.full_right(b), 1);
             barrier_init(shared.empty_left(b), 4 * CLUSTER);
             barrier_init(shared.empty_right(b), 4 * CLUSTER);
             barrier_init(shared.weighted(b), 4);

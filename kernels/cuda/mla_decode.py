@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsl_bench.kernels.cuda import _pieces
-from dsl_bench.kernels.cuda._maps import device_ints, tiled_map
+from dsl_bench.kernels.cuda._maps import FETCHES, device_ints, tiled_map
 from dsl_bench.kernels.cuda._pieces import Lists, Span
 from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, cdiv, ranked
 
@@ -43,19 +43,20 @@ SPACE: dict[str, Sequence[Any]] = {
     "cluster": (1, 2),
     "lag": (0, 1),
     "plan": _pieces.PLANS,
+    "fetch": FETCHES[:2],
 }
 
 
 def wide_smem() -> int:
     """Dynamic shared memory in mla_decode.cu's layout, bytes: q, two blocks, staging, factors, barriers."""
-    factors, barriers = 4 * ROWS * 4, 2 * (TILES + 5) + 2
+    factors, barriers = 4 * ROWS * 4, 2 * 7 + 2
     return 1024 + 3 * TILES * ROWS * 128 + 8 * 1024 + factors + 8 * barriers
 
 
 def held_smem() -> int:
     """The same in mla_held.cu's layout: three blocks, two rotary tiles, the rest of q, factors, barriers."""
-    tiles, factors, barriers = 3 * 8 + 2 + TILES - HELD, 4 * ROWS * 4, 10 * 3 + 4 * 2 + 2
-    return 1024 + tiles * ROWS * 128 + factors + 2 * 16 + 8 * barriers
+    tiles, factors, barriers = 3 * 8 + 2 + TILES - HELD, 4 * ROWS * 4, 4 * 3 + 4 * 2 + 2
+    return 1024 + tiles * ROWS * 128 + factors + 2 * 32 + 8 * barriers
 
 
 def narrow_smem(queries: int, ring: int) -> int:
@@ -168,8 +169,8 @@ def bind(
     sums = module.scratch("sums", slots * tiles * ROWS * D_V * 4)
     scales = module.scratch("scales", slots * tiles * ROWS * 4)
     maps = [
-        matrix_map(q, case.dtype, q.numel() // D_QK, min(ROWS, rows)),
-        matrix_map(cache, case.dtype, cache.shape[0] * PAGE, PAGE // c["cluster"]),
+        matrix_map(q, case.dtype, q.numel() // D_QK, min(ROWS, rows), c["fetch"]),
+        matrix_map(cache, case.dtype, cache.shape[0] * PAGE, PAGE // c["cluster"], c["fetch"]),
     ]
     tensors = (table, items, begins, sets, outputs["o"], sums, scales)
     joined = len(groups) // 4 * min(ROWS, rows)  # rows of the second launch
@@ -194,9 +195,9 @@ def bind(
     return Call(run, keep=(*keep, first, second))
 
 
-def matrix_map(tensor: Any, dtype: str, rows: int, box: int) -> bytes:
+def matrix_map(tensor: Any, dtype: str, rows: int, box: int, fetch: int) -> bytes:
     """The map of ``rows`` rows of 576 elements whose box is ``box`` rows of 64."""
-    return tiled_map(tensor.data_ptr(), dtype, (D_QK, rows), (D_QK * 2,), (64, box))
+    return tiled_map(tensor.data_ptr(), dtype, (D_QK, rows), (D_QK * 2,), (64, box), fetch)
 
 
 # ---- guesses ---------------------------------------------------------------------------------------
@@ -230,7 +231,8 @@ def cost(case: Case, config: Config) -> float:
 def guesses(case: Case) -> list[dict[str, Any]]:
     """All configs, the cost model's best first."""
     every = (
-        {"form": form, "cluster": cluster, "lag": lag, "plan": way}
+        {"fetch": fetch, "form": form, "cluster": cluster, "lag": lag, "plan": way}
+        for fetch in (128, 256)
         for form in SPACE["form"]
         for cluster in SPACE["cluster"]
         for lag in SPACE["lag"]
@@ -241,7 +243,7 @@ def guesses(case: Case) -> list[dict[str, Any]]:
 
 def default(case: Case) -> Config:
     """The cost model's first choice; where nothing is valid, a config whose reason says why."""
-    return next(iter(guesses(case)), {"form": "wide", "cluster": 1, "lag": 0, "plan": "even"})
+    return next(iter(guesses(case)), {"form": "wide", "cluster": 1, "lag": 0, "plan": "even", "fetch": 128})
 
 
 def seeds(case: Case) -> Sequence[Config]:

@@ -37,7 +37,7 @@ __device__ __forceinline__ void take_queries(u32 (&q)[HELD][4][4], const Shared&
     const int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        shared.wait_for_tile(at, t);
+        shared.wait_from(at, t);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 place = row * 128 + (((2 * k + lane / 16) ^ row) & 7) * 16;
@@ -62,13 +62,13 @@ __device__ __forceinline__ void take_queries(u32 (&q)[HELD][4][4], const Shared&
     }
 }
 
-// Issues s = q·cᵀ tile by tile as they arrive.
+// Issues s = q·cᵀ as its parts arrive.
 __device__ __forceinline__ void issue_scores(float (&s)[32], const u32 (&q)[HELD][4][4], const Shared& shared,
                                              const Place& at) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        shared.wait_for_tile(at, t);
-        wgmma_fence();
+        shared.wait_from(at, t);
+        if (t == 0) wgmma_fence();
         const u64 c = tile_descriptor(shared.tile(at, t));
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void store_rows(const float (&sum)[128], const Args& 
     const float inverse[2] = {inverses[warp * 16 + lane / 4], inverses[warp * 16 + lane / 4 + 8]};
     const int left = args.rows - work.tile * ROWS - warp * 16;  // rows of this warp that there are
     if (item.count > 1) {
-        const size_t slot = size_t(item.slot) * args.tiles + work.tile;
+        const size_t slot = size_t(item.slot) * args.tiles + opaque(work.tile);
         float* const to = args.sums + (slot * ROWS + warp * 16 + lane / 4) * D_V + column + lane % 4 * 2;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -209,6 +209,10 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
     const bool late = LAG || side;
     int pieces = 0;
     Place place;
+    const auto look = [&] {
+        if (warp == 0 && lane == 0) look_ahead(args, shared, work, side);
+        __syncwarp();
+    };
     const auto load = [&](const Place& next) {
         if (warp == 0 && lane == 0) refill(maps, args, shared, work, side, next);
         __syncwarp();
@@ -218,9 +222,12 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
         release(shared.slot_empty(at), lane);
         load(Place{at.use + BLOCKS});
     };
-    if (warp == 0 && lane == 0) *shared.ahead(side) = Ahead{__ldg(args.starts + work.worker), 0, 0, NOTHING};
+    if (warp == 0 && lane == 0) *shared.ahead(side) = Ahead{__ldg(args.starts + work.worker), 0, 0, NOTHING, NOTHING};
 #pragma unroll 1
-    for (int use = 0; use < BLOCKS; ++use) load(Place{use});
+    for (int use = 0; use < BLOCKS; ++use) {
+        look();
+        load(Place{use});
+    }
 #pragma unroll 1
     for (int at = __ldg(args.starts + work.worker); at < stop; ++at) {
         int left;
@@ -232,6 +239,7 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
                 continue;
             }
         }
+        look();
         load(Place{place.use + BLOCKS});  // in the place of q
         ++place.use;
         float sum[128];  // first written by a wgmma that ignores what it held
@@ -246,14 +254,14 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
                 const Place next{place.use + 1};
                 barrier_wait(shared.scored(next), next.slot_parity());
             }
-#pragma unroll
-            for (int t = 0; t < 4; ++t) barrier_wait(shared.full(place, 4 * side + t), place.parity());
+            barrier_wait(shared.full(place, side), place.parity());
             const u64 weights = tile_descriptor(shared.slot(place));
             const u64 values = value_descriptor(shared.block(place) + side * 4 * TILE_BYTES, TILE_BYTES);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k) multiply_values(sum, weights + 2 * k, values + 128 * k, keep | k);
             wgmma_commit();
+            look();
             wgmma_wait<0>();
             settle(sum);
             keep = 1;
@@ -296,8 +304,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_map(&cache);
         for (int use = 0; use < BLOCKS; ++use) {
             const Place at{use};
-            for (int t = 0; t < 8; ++t) barrier_init(shared.full(at, t), 1);
-            for (int side = 0; side < 2; ++side) barrier_init(shared.empty(at, side), 4 * CLUSTER);
+            for (int side = 0; side < 2; ++side) {
+                barrier_init(shared.full(at, side), 1);
+                barrier_init(shared.empty(at, side), 4 * CLUSTER);
+            }
         }
         for (int use = 0; use < SLOTS; ++use) {
             const Place at{use};
