@@ -163,7 +163,7 @@ class CpuModule:
     def launcher(
         self, grid: tuple[int, ...], args: list[bytes], *, dependent: bool = False
     ) -> Callable[[], None]:
-        """Three arguments: two maps, on 64 bytes each, and the rest."""
+        """Maps, on 64 bytes each, and the rest."""
         raw = [ctypes.create_string_buffer(len(a) + 64) for a in args]
         places = [-(-ctypes.addressof(r) // 64) * 64 for r in raw]
         for place, a in zip(places, args, strict=True):
@@ -217,10 +217,11 @@ def build(source: CudaSource, folder: Path) -> Any:
     declared = "extern __shared__ unsigned char raw[];"
     assert text.count(declared) == 1
     text = text.replace(declared, "unsigned char* const raw = dynamic_shared_memory();")
+    names = "abc"[: 3 if source.entry == "mla_held" else 2]
+    maps, taken = ("".join(part % n for n in names) for part in ("TensorMap* %s, ", "*%s, "))
     text += f"""
-extern "C" void run(int grid, int cluster, int threads, int smem, int seed, TensorMap* a, TensorMap* b,
-                    Args* args) {{
-    run_grid(grid, cluster, threads, smem, seed, [=] {{ {source.entry}(*a, *b, *args); }});
+extern "C" void run(int grid, int cluster, int threads, int smem, int seed, {maps}Args* args) {{
+    run_grid(grid, cluster, threads, smem, seed, [=] {{ {source.entry}({taken}*args); }});
 }}
 """
     (folder / "kernel.cpp").write_text(text)

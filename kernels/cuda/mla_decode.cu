@@ -191,7 +191,6 @@ __device__ __forceinline__ void publish(const u32 (&p)[4][4], const float (&shri
                                         int warp, int lane) {
     const int b = use & 1, row = warp * 16 + lane % 16;
     const u32 line = shared.block(b) + ROTARY + row * 128;
-    named_sync(1, 128);  // all four warps have read the rotary tile
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         stmatrix(line + (((2 * k + lane / 16) ^ row) & 7) * 16, p[k][0], p[k][1], p[k][2], p[k][3]);
@@ -245,6 +244,7 @@ __device__ __forceinline__ void sum_left(const Args& args, const Shared& shared,
                 if (last) barrier_arrive(shared.q_empty());
                 if constexpr (LAG) barrier_arrive(shared.scored(b));
             }
+            named_sync(1, 128);  // all four warps have read the rotary tile
             u32 p[4][4];
             float shift[2], shrink[2];
             const int limit[2] = {seen[0] - j * TOKENS, seen[1] - j * TOKENS};
@@ -310,13 +310,13 @@ __device__ __forceinline__ void sum_right(const Args& args, const Shared& shared
         for (int j = item.begin; true; ++j, ++use) {
             const int b = use & 1;
             const bool last = j + 1 == item.end;
+            barrier_wait(shared.full_right(b), parity(use));  // long there; a wait costs less while P is not
             barrier_wait(shared.weighted(b), parity(use));
             const float upper = shared.shrink(b)[row], lower = shared.shrink(b)[row + 8];
             if (j > item.begin && __any_sync(~0u, upper != 1.f || lower != 1.f)) scale_sums(sum, upper, lower);
             if constexpr (LAG) {
                 if (!last) barrier_wait(shared.scored(b ^ 1), parity(use + 1));
             }
-            barrier_wait(shared.full_right(b), parity(use));
             const u64 weights = tile_descriptor(shared.block(b) + ROTARY);
             const u64 values = value_descriptor(shared.block(b) + 4 * TILE_BYTES, TILE_BYTES);
             wgmma_fence();

@@ -8,6 +8,7 @@ wgmma, so that few heads leave the time to memory. In all, pieces of sequences a
 tensor cores and shared memory.
 """
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -34,9 +35,11 @@ HELD = 7
 #: in blocks of tokens: what a piece costs beside its own, and one of a cut sequence with 64 query rows on top
 PIECE, JOIN = 2.0, 3.0
 #: seconds for a block of tokens, all of whose bytes are there: wide and held without and with LAG, narrow
-WIDE_SECONDS, HELD_SECONDS, NARROW_SECONDS = (1.75e-6, 1.8e-6), (1.55e-6, 1.45e-6), 1.0e-6
+WIDE_SECONDS, HELD_SECONDS, NARROW_SECONDS = (1.5e-6, 1.6e-6), (1.5e-6, 1.4e-6), 1.0e-6
 #: bytes a second of the memory and of the L2 cache; seconds for a launch, and for the second one
-READ_RATE, L2_RATE, START, SECOND = 4.2e12, 5.5e12, 5.0e-6, 4.0e-6
+READ_RATE, L2_RATE, START, SECOND = 4.4e12, 6.0e12, 5.0e-6, 4.0e-6
+#: what L2's fetching 256 bytes around a miss costs, where memory decides
+FAR = 1.06
 
 SPACE: dict[str, Sequence[Any]] = {
     "form": ("wide", "held", "narrow"),
@@ -168,10 +171,13 @@ def bind(
     begins, sets = device_ints(starts, q), device_ints(groups or [0], q)
     sums = module.scratch("sums", slots * tiles * ROWS * D_V * 4)
     scales = module.scratch("scales", slots * tiles * ROWS * 4)
+    tokens, fetch = cache.shape[0] * PAGE, c["fetch"]
     maps = [
-        matrix_map(q, case.dtype, q.numel() // D_QK, min(ROWS, rows), c["fetch"]),
-        matrix_map(cache, case.dtype, cache.shape[0] * PAGE, PAGE // c["cluster"], c["fetch"]),
+        matrix_map(q, case.dtype, q.numel() // D_QK, min(ROWS, rows), fetch),
+        matrix_map(cache, case.dtype, tokens, PAGE // c["cluster"], fetch),
     ]
+    if c["form"] == "held":
+        maps.append(side_map(cache, case.dtype, tokens, 4 // c["cluster"], fetch))
     tensors = (table, items, begins, sets, outputs["o"], sums, scales)
     joined = len(groups) // 4 * min(ROWS, rows)  # rows of the second launch
     quarters = 4 if joined <= JOIN_WARPS * module.sms // 2 else 1
@@ -200,6 +206,12 @@ def matrix_map(tensor: Any, dtype: str, rows: int, box: int, fetch: int) -> byte
     return tiled_map(tensor.data_ptr(), dtype, (D_QK, rows), (D_QK * 2,), (64, box), fetch)
 
 
+def side_map(tensor: Any, dtype: str, rows: int, tiles: int, fetch: int) -> bytes:
+    """The map of the same rows whose box is ``tiles`` tiles of 64 rows of 64, one after the other."""
+    strides = (D_QK * 2, 64 * 2)
+    return tiled_map(tensor.data_ptr(), dtype, (64, rows, TILES), strides, (64, PAGE, tiles), fetch)
+
+
 # ---- guesses ---------------------------------------------------------------------------------------
 
 
@@ -210,15 +222,15 @@ def seconds(case: Case, config: Mapping[str, Any]) -> float:
     tiles, size = tiles_of(case), PAGE * D_QK * 2
     memory = len(lists) * size / READ_RATE
     cached = len(lists) * tiles / config["cluster"] * size / L2_RATE
-    # two buffers of the wide form hide less of memory's latency, three of the held one a little more
     if config["form"] == "narrow":
-        block = max(NARROW_SECONDS, memory)
+        block = max(NARROW_SECONDS, memory * 1.02)
     elif config["form"] == "held":
-        block = max(HELD_SECONDS[config["lag"]], cached, memory * 1.05)
+        block = max(HELD_SECONDS[config["lag"]], cached, memory * 1.06)
     else:
-        block = max(WIDE_SECONDS[config["lag"]], cached, memory * 1.1)
+        block = max(WIDE_SECONDS[config["lag"]], cached, memory * (1.05 if config["lag"] else 1.0))
     busiest = _pieces.makespan([s.units for s in spans], lists, PIECE, join_cost(case))
     _, _, slots = _pieces.items(lists)
+    block *= FAR if config["fetch"] == 256 else 1.0
     moved = slots * min(ROWS * tiles, rows_of(case)) * D_V * 4
     return START + busiest * block + (SECOND + moved / READ_RATE if slots else 0.0)
 
@@ -230,14 +242,7 @@ def cost(case: Case, config: Config) -> float:
 
 def guesses(case: Case) -> list[dict[str, Any]]:
     """All configs, the cost model's best first."""
-    every = (
-        {"fetch": fetch, "form": form, "cluster": cluster, "lag": lag, "plan": way}
-        for fetch in (128, 256)
-        for form in SPACE["form"]
-        for cluster in SPACE["cluster"]
-        for lag in SPACE["lag"]
-        for way in SPACE["plan"]
-    )
+    every = (dict(zip(SPACE, values, strict=True)) for values in itertools.product(*SPACE.values()))
     return ranked((c for c in every if valid(case, c) is None), lambda c: seconds(case, c))
 
 

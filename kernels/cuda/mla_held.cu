@@ -86,7 +86,6 @@ __device__ __forceinline__ void publish(const u32 (&p)[4][4], const float (&shri
                                         const Place& at, int warp, int lane) {
     const int row = warp * 16 + lane % 16;
     const u32 line = shared.slot(at) + row * 128;
-    named_sync(1, 128);  // all four warps have read the rotary tile
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         stmatrix(line + (((2 * k + lane / 16) ^ row) & 7) * 16, p[k][0], p[k][1], p[k][2], p[k][3]);
@@ -145,6 +144,7 @@ __device__ __forceinline__ void score(const Args& args, const Shared& shared, co
             wgmma_wait<0>();
             settle(s);
             if (lane == 0) barrier_arrive(shared.scored(place));
+            named_sync(1, 128);  // all four warps have read the rotary tile
             float shift[2];
             const int limit[2] = {seen[0] - j * TOKENS, seen[1] - j * TOKENS};
             const bool masked = (j + 1) * TOKENS > item.tokens - args.queries + 1;
@@ -246,6 +246,7 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
         int keep = 0;
 #pragma unroll 1
         while (true) {
+            barrier_wait(shared.full(place, side), place.parity());  // long there; a wait costs less while P is not
             barrier_wait(shared.weighted(place), place.slot_parity());
             const float* const shrink = shared.shrink(place) + warp * 16 + lane / 4;
             const float upper = shrink[0], lower = shrink[8];
@@ -254,7 +255,6 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
                 const Place next{place.use + 1};
                 barrier_wait(shared.scored(next), next.slot_parity());
             }
-            barrier_wait(shared.full(place, side), place.parity());
             const u64 weights = tile_descriptor(shared.slot(place));
             const u64 values = value_descriptor(shared.block(place) + side * 4 * TILE_BYTES, TILE_BYTES);
             wgmma_fence();
@@ -286,8 +286,8 @@ __device__ __forceinline__ void sum_values(const Maps& maps, const Args& args, c
 // ---- the kernel --------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    mla_held(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap cache,
-             const __grid_constant__ Args args) {
+    mla_held(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap rotary,
+             const __grid_constant__ TensorMap values, const __grid_constant__ Args args) {
     extern __shared__ unsigned char raw[];
     // Swizzle atoms need 1024-byte alignment, the same in all blocks of the cluster.
     const u32 start = smem_address(raw), base = (start + 1023) & ~1023u;
@@ -301,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     launch_dependents();
     if (threadIdx.x == 0) {
         prefetch_map(&q);
-        prefetch_map(&cache);
+        prefetch_map(&rotary);
+        prefetch_map(&values);
         for (int use = 0; use < BLOCKS; ++use) {
             const Place at{use};
             for (int side = 0; side < 2; ++side) {
@@ -332,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         score(args, shared, work, warp, lane);
     } else {
         registers_down<SUM_REGS>();
-        sum_values(Maps{q, cache}, args, shared, work, group - 1, warp % 4, lane);
+        sum_values(Maps{q, rotary, values}, args, shared, work, group - 1, warp % 4, lane);
     }
     // A block must not leave while its neighbour may still write to it or arrive at its barriers.
     if constexpr (CLUSTER > 1) cluster_sync();

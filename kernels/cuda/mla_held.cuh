@@ -79,8 +79,10 @@ struct Shared {
     }
 };
 
+// Tensor maps: of a tile of q; of a rotary tile, or the part of it that a block of the cluster loads; of what such a
+// block loads of the values of one side.
 struct Maps {
-    const TensorMap &q, &cache;
+    const TensorMap &q, &rotary, &values;
 };
 
 // What all roles know of this block's work.
@@ -90,27 +92,36 @@ struct Work {
 
 // ---- loads -------------------------------------------------------------------------------------------
 
-// Loads tiles FIRST to END - 1 of what `what` says (see Ahead::next). q is this block's; of latents each block of the
-// cluster loads half, for both.
+// Loads tiles FIRST to END - 1 of q, whose first row is `row`.
 template <int FIRST, int END>
-__device__ __forceinline__ void load_tiles(const Maps& maps, const Args& args, const Shared& shared, const Work& work,
-                                           int what, const Place& at, u32 full) {
-    const u64 once = policy_evict_first();
-    if (what < 0)
-        barrier_expect(full, (END - FIRST) * min(args.rows, ROWS) * 128);
+__device__ __forceinline__ void load_queries(const Maps& maps, const Args& args, const Shared& shared, int row,
+                                             const Place& at, u32 full) {
+    barrier_expect(full, (END - FIRST) * min(args.rows, ROWS) * 128);
+#pragma unroll
+    for (int t = FIRST; t < END; ++t) tma_load(shared.tile(at, t), &maps.q, full, t * 64, row);
+}
+
+// Loads one side's values of the tokens from `token` on, four tiles that one copy asks for: a copy costs the thread
+// that asks some 300 clocks. Of two blocks each loads two tiles, for both.
+__device__ __forceinline__ void load_values(const Maps& maps, const Shared& shared, const Work& work, int side,
+                                            int token, const Place& at, u32 full) {
+    constexpr int PART = 4 / CLUSTER;
+    const int tile = 4 * side + PART * work.rank;
+    barrier_expect(full, 4 * TILE_BYTES);
+    if constexpr (CLUSTER == 1)
+        tma_load_3d(shared.tile(at, tile), &maps.values, full, 0, token, tile, policy_evict_first());
     else
-        barrier_expect(full, (END - FIRST) * TILE_BYTES);
-#pragma unroll 1
-    for (int t = FIRST; t < END; ++t) {
-        const u32 to = shared.tile(at, t);
-        if (what < 0)
-            tma_load(to, &maps.q, full, t * 64, -1 - what);
-        else if (CLUSTER == 1)
-            tma_load_hint(to, &maps.cache, full, t * 64, what, once);
-        else
-            tma_multicast_hint(to + work.rank * (TILE_BYTES / 2), &maps.cache, full, t * 64,
-                               what + work.rank * (TOKENS / 2), 3, once);
-    }
+        tma_multicast_3d(shared.tile(at, tile), &maps.values, full, 0, token, tile, 3, policy_evict_first());
+}
+
+// Loads the rotary tile of the tokens from `token` on; of two blocks each loads half the tokens, for both.
+__device__ __forceinline__ void load_rotary(const Maps& maps, const Work& work, int token, u32 to, u32 full) {
+    barrier_expect(full, TILE_BYTES);
+    if constexpr (CLUSTER == 1)
+        tma_load_hint(to, &maps.rotary, full, D_V, token, policy_evict_first());
+    else
+        tma_multicast_hint(to + work.rank * (TILE_BYTES / 2), &maps.rotary, full, D_V,
+                           token + work.rank * (TOKENS / 2), 3, policy_evict_first());
 }
 
 // What comes after `ahead.next`.
@@ -147,14 +158,20 @@ __device__ __forceinline__ void refill(const Maps& maps, const Args& args, const
     if (side && before != NOTHING) {
         const Place slot{next.use - 1};
         barrier_wait(shared.slot_empty(slot), slot.slot_parity() ^ 1);
-        load_tiles<8, 9>(maps, args, shared, work, before, slot, shared.slot_full(slot));
+        if (before < 0)
+            load_queries<8, 9>(maps, args, shared, -1 - before, slot, shared.slot_full(slot));
+        else
+            load_rotary(maps, work, before, shared.slot(slot), shared.slot_full(slot));
     }
     if (what == NOTHING) return;
+    const u32 full = shared.full(next, side);
     barrier_wait(shared.empty(next, side), next.parity() ^ 1);
-    if (side == 0) {
-        load_tiles<0, 4>(maps, args, shared, work, what, next, shared.full(next, 0));
+    if (what >= 0) {
+        load_values(maps, shared, work, side, what, next, full);
+        if (side) tma_prefetch(&maps.rotary, D_V, what + work.rank * (TOKENS / 2));
+    } else if (side) {
+        load_queries<4, 8>(maps, args, shared, -1 - what, next, full);
     } else {
-        load_tiles<4, 8>(maps, args, shared, work, what, next, shared.full(next, 1));
-        if (what >= 0) tma_prefetch(&maps.cache, 512, what + work.rank * (TOKENS / 2));
+        load_queries<0, 4>(maps, args, shared, -1 - what, next, full);
     }
 }

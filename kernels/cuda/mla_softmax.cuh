@@ -19,10 +19,12 @@ __device__ __forceinline__ void rate(float (&s)[32], float (&shift)[2], float (&
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float top = s[2 * r];
+        float part[4];  // short chains: a warp is alone on its scheduler here
 #pragma unroll
-        for (int i = 1; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * r + i % 2]);
-        top = quad_max(top) * scale;
+        for (int i = 0; i < 4; ++i) part[i] = fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]);
+#pragma unroll
+        for (int i = 8; i < 16; ++i) part[i / 2 % 4] = fmaxf(part[i / 2 % 4], s[i / 2 * 4 + 2 * r + i % 2]);
+        const float top = quad_max(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]))) * scale;
         const bool grown = top > state.reference[r] + SLACK;
         shrink[r] = grown ? exp2_fast(state.reference[r] - top) : 1.f;
         if (grown) state.reference[r] = top;

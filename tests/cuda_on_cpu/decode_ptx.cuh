@@ -11,11 +11,14 @@ inline void named_arrive(int id, int threads) { meet(machine.current->block->nam
 inline void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int a, int b, int c, int d, int e, u64) {
     copy_later({machine.current->block}, dst, map, bar, {a, b, c, d, e});
 }
-inline void tma_multicast_hint(u32 dst, const TensorMap* map, u32 bar, int x, int y, u16 blocks, u64) {
-    std::vector<Block*> to;
+inline std::vector<Block*> blocks_of(u16 mask) {
+    std::vector<Block*> found;
     for (Block* block : machine.cluster)
-        if (blocks >> block->rank & 1) to.push_back(block);
-    copy_later(to, dst, map, bar, {x, y});
+        if (mask >> block->rank & 1) found.push_back(block);
+    return found;
+}
+inline void tma_multicast_hint(u32 dst, const TensorMap* map, u32 bar, int x, int y, u16 blocks, u64) {
+    copy_later(blocks_of(blocks), dst, map, bar, {x, y});
 }
 
 inline void load_matrices(u32 (&m)[4], u32 address, bool transposed) {
