@@ -33,7 +33,7 @@ METRICS: Mapping[str, tuple[str, float]] = {
     "time_us": ("gpu__time_duration.sum", 1e-3),
     "clock_mhz": ("smsp__cycles_elapsed.avg.per_second", 1e-6),
     "sm_pct": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", 1.0),
-    "tensor_pct": ("sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active", 1.0),
+    "tensor_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", 1.0),
     "dram_pct": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1.0),
     "dram_read_mb": ("dram__bytes_read.sum", 1e-6),
     "dram_write_mb": ("dram__bytes_write.sum", 1e-6),
@@ -60,22 +60,38 @@ def find_ncu() -> str:
 
 
 def measure(ncu: str, job: ProfileJob, seconds: float) -> list[Row]:
-    """One row a launch of the kernel's ``run()``, with the fields ``FIELDS``. Raises UsageError with ncu's
-    own words where it cannot (counters that need rights, another profiler at work)."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "ncu.csv"
-        command = [ncu, *_options(log), sys.executable, "-P", "-m", "dsl_bench.worker", "device"]
-        env = {k: v for k, v in os.environ.items() if k != "DSL_BENCH_PARENT"}
-        replies, errors = _run(command, jobs.encoder.encode(job) + b"\n", seconds, env)
-        text = log.read_text(errors="replace") if log.exists() else ""
-        said = _refusal(replies)
-        if said:
-            raise UsageError(f"{job.racer.choice.kernel} under ncu: {said}")
-        rows = parse(text)
-        if not rows:
-            raise UsageError(f"ncu gave no metrics: {_why(text, errors)}")
+    """One row a launch of the kernel's ``run()``, with the fields ``FIELDS``; a metric that this ncu does not
+    know is None. Raises UsageError with ncu's own words where it cannot (counters that need rights, another
+    profiler at work)."""
+    names = [name for name, _ in METRICS.values()]
+    text, replies, errors = _attempt(ncu, names, job, seconds)
+    unknown = _unknown(f"{text}\n{errors.decode(errors='replace')}")
+    if unknown:
+        text, replies, errors = _attempt(ncu, [n for n in names if n not in unknown], job, seconds)
+    said = _refusal(replies)
+    if said:
+        raise UsageError(f"{job.racer.choice.kernel} under ncu: {said}")
+    rows = parse(text)
+    if not rows:
+        raise UsageError(f"ncu gave no metrics: {_why(text, errors)}")
     head = {"workload": job.case.workload, "case": job.case.name, "kernel": job.racer.choice.kernel}
     return [{**head, **row} for row in rows]
+
+
+def _attempt(ncu: str, names: Sequence[str], job: ProfileJob, seconds: float) -> tuple[str, bytes, bytes]:
+    """ncu's log, the worker's replies, and what went to stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        command = [ncu, *_options(log, names), sys.executable, "-P", "-m", "dsl_bench.worker", "device"]
+        env = {k: v for k, v in os.environ.items() if k != "DSL_BENCH_PARENT"}
+        replies, errors = _run(command, jobs.encoder.encode(job) + b"\n", seconds, env)
+        return log.read_text(errors="replace") if log.exists() else "", replies, errors
+
+
+def _unknown(text: str) -> set[str]:
+    """Metrics of ours that ncu says it does not know (those of another chip or release)."""
+    complaints = "\n".join(line for line in text.splitlines() if "Failed to find metric" in line)
+    return {name for name, _ in METRICS.values() if name in complaints}
 
 
 def _run(command: list[str], text: bytes, seconds: float, env: Mapping[str, str]) -> tuple[bytes, bytes]:
@@ -93,12 +109,11 @@ def _run(command: list[str], text: bytes, seconds: float, env: Mapping[str, str]
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _options(log: Path) -> list[str]:
-    names = ",".join(name for name, _ in METRICS.values())
+def _options(log: Path, names: Sequence[str]) -> list[str]:
     return [
         "--target-processes", "all", "--cache-control", "none", "--clock-control", "none",
-        "--nvtx", "--nvtx-include", f"{RANGE}/", "--metrics", names, "--csv", "--print-units", "base",
-        "--log-file", str(log),
+        "--nvtx", "--nvtx-include", f"{RANGE}/", "--metrics", ",".join(names),
+        "--csv", "--print-units", "base", "--log-file", str(log),
     ]  # fmt: skip
 
 

@@ -92,6 +92,17 @@ open(log, "w").write(open({str(tmp_path / "csv")!r}).read())"""
     assert [r["function"] for r in rows] == ["gemm", "combine"]
 
 
+def test_a_metric_that_ncu_does_not_know_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "csv").write_text(CSV)
+    name = profile.METRICS["tensor_pct"][0]
+    body = f"""
+known = {name!r} not in sys.argv[sys.argv.index("--metrics") + 1]
+text = open({str(tmp_path / "csv")!r}).read() if known else "==ERROR== Failed to find metric {name}\\n"
+open(log, "w").write(text)"""
+    rows = profile.measure(fake_ncu(tmp_path, body), any_job(), 60.0)
+    assert [r["tensor_pct"] for r in rows] == [None, None] and rows[0]["l2_hit_pct"] == 81.25
+
+
 def test_what_the_worker_refuses_under_ncu_is_told(tmp_path: Path) -> None:
     body = "subprocess.run(sys.argv[start:], check=True)"
     with pytest.raises(UsageError, match="triton/gemm under ncu: "):

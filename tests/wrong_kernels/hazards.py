@@ -32,7 +32,7 @@ HAZARDS: dict[str, tuple[str, ...]] = {
     "takes all memory": ("oom",),
     "device hangs": ("hang",),
     "illegal access": ("illegal_access", "launch_error"),
-    "writes a part": ("unwritten", "incorrect"),
+    "writes a part": ("nonfinite",),
 }
 #: more than the 227 KiB of shared memory that a block of sm_90 can have
 TOO_MUCH = 256 << 10

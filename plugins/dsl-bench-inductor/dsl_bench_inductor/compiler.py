@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from dsl_bench.plugin import KernelFault
+
 #: mode max-autotune, but that the harness captures graphs itself, and that products are Inductor's own
 OPTIONS = {
     "max_autotune": True,
@@ -27,7 +29,8 @@ class Compiled:
         self.kept: dict[str, Any] = {}
 
     def call(self, formula: Formula, *args: Any) -> Callable[[], None]:
-        """``formula(*args)`` as a call that fills the first argument. The first compiles and autotunes."""
+        """``formula(*args)`` as a call that fills the first argument. The first compiles and autotunes. Raises
+        KernelFault where Inductor could only call a library for one of the products."""
         import torch
 
         _no_monitor()
@@ -37,6 +40,11 @@ class Compiled:
         run = functools.partial(self._compiled[formula], *args)
         try:
             run()
+        except RuntimeError as fault:
+            if "No choices" not in str(fault):
+                raise
+            reason = f"Inductor of torch {torch.__version__} has no template of its own for a product of this"
+            raise KernelFault("invalid_config", reason, "bind") from fault
         finally:
             _end_compilers()
         return run

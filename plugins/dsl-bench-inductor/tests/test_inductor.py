@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsl_bench.plugin import Case
+from dsl_bench.plugin import Case, KernelFault
 from dsl_bench.testing import BackendConformance, KernelConformance
 
 torch = pytest.importorskip("torch")
@@ -91,9 +91,10 @@ def test_inductors_own_code_is_right_and_leaves_no_thread(
 
 
 def test_a_product_is_never_left_to_the_vendors_library() -> None:
-    """Without a template of Inductor's own (on the CPU there is none) compiling fails: nothing stands in."""
+    """Without a template of Inductor's own (on the CPU there is none) it is refused: nothing stands in."""
     from dsl_bench_inductor.gemm import product
 
     a, b, c = torch.randn(64, 32), torch.randn(48, 32), torch.empty(64, 48)
-    with pytest.raises(Exception, match="NoValidChoices"):
+    with pytest.raises(KernelFault, match="no template of its own") as caught:
         compiler.Compiled().call(product, c, a, b)
+    assert caught.value.status == "invalid_config"
