@@ -29,8 +29,9 @@ class Compiled:
         self.kept: dict[str, Any] = {}
 
     def call(self, formula: Formula, *args: Any) -> Callable[[], None]:
-        """``formula(*args)`` as a call that fills the first argument. The first compiles and autotunes. Raises
-        KernelFault where Inductor could only call a library for one of the products."""
+        """``formula(*args)`` as a call that fills the first argument; the first compiles and autotunes.
+
+        Raises KernelFault where Inductor could only call a library for one of the products."""
         import torch
 
         _no_monitor()
