@@ -3,7 +3,7 @@
 Beside each language's plain GEMM stands ``<language>/hazards``, the same kernel with an axis ``hazard``: in
 the compiler (it raises, aborts, dies of a bad address, never ends), in the binary (more shared memory than an
 SM has), in the host code (raises, ends the process, takes all the memory) and on the device (never ends,
-writes out of bounds, writes a part). ``none`` is the one that nothing is wrong with. HAZARDS says what each
+writes out of bounds, leaves NaN). ``none`` is the one that nothing is wrong with. HAZARDS says what each
 becomes.
 """
 
@@ -32,7 +32,7 @@ HAZARDS: dict[str, tuple[str, ...]] = {
     "takes all memory": ("oom",),
     "device hangs": ("hang",),
     "illegal access": ("illegal_access", "launch_error"),
-    "writes a part": ("nonfinite",),
+    "leaves NaN": ("nonfinite",),
 }
 #: more than the 227 KiB of shared memory that a block of sm_90 can have
 TOO_MUCH = 256 << 10
@@ -69,7 +69,7 @@ def runs(hazard: str, call: Call, output: Any) -> Call:
             torch.cuda._sleep(1 << 62)
         if hazard == "illegal access":
             output.view(-1)[beyond] = 0.0
-        if hazard == "writes a part":
+        if hazard == "leaves NaN":
             output[-1].fill_(float("nan"))
 
     return Call(run, keep=(call, beyond))
