@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dsl_bench import records, replay, store, strategies, tables
+from dsl_bench import catalog, records, replay, store, strategies, tables
 from dsl_bench.records import CaseRef, RunHeader, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,15 +160,21 @@ def test_the_command_line_replays(cli, tmp_path):
     assert "did you mean local" in wrong.stderr
 
 
+def reached(found: list[records.Record]) -> list[float]:
+    """By strategy, the median share of a search's trials that it takes to within 2 % of the best."""
+    spaces = [s for s in replay.spaces(found) if not s.vendor]
+    rows = replay.rows(replay.run(spaces, ["local", "halving"]))
+    return [r["reached"] for r in rows if r["workload"] == "all"]
+
+
 @needs_records
 def test_the_recorded_searches_reach_98_percent_in_a_quarter_of_their_trials():
     found, problems = store.read([ROOT / "results"], trials=True)
     assert problems == []
-    spaces = [s for s in replay.spaces(found) if not s.vendor]
-    rows = replay.rows(replay.run(spaces, ["local", "halving"]))
-    overall = {r["strategy"]: r for r in rows if r["workload"] == "all"}
-    assert min(r["reached"] for r in overall.values()) <= 0.2
-    assert max(r["reached"] for r in overall.values()) <= 0.25
+    assert max(reached(found)) <= 0.25
+    now = catalog.load(probe=False).hashes()
+    current = [r for r in found if not isinstance(r, Trial) or now.get(r.kernel) == r.kernel_hash]
+    assert min(reached(current)) <= 0.15
 
 
 @needs_records
