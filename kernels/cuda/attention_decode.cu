@@ -8,7 +8,7 @@
 // shared memory. Pieces of one sequence meet in the workspace: the last to arrive adds them up.
 // What limits it is memory: a ring of 64 to 192 KiB an SM is in flight while a stage is used.
 //
-// Macros: HEADS SLICES GROUP STAGES RESIDENT LOAD HINT FETCH BF16 SMEM_BYTES
+// Macros: HEADS SLICES GROUP STAGES RESIDENT LOAD FETCH BF16 SMEM_BYTES
 #include "decode_loads.cuh"
 
 // ---- the warps that compute --------------------------------------------------------------------------

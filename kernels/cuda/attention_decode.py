@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsl_bench.kernels.cuda import _pieces
-from dsl_bench.kernels.cuda._maps import FETCHES, device_ints, tiled_map
+from dsl_bench.kernels.cuda._maps import device_ints, tiled_map
 from dsl_bench.kernels.cuda._pieces import Lists, Piece, Span
 from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, ranked, spread
 
@@ -33,9 +33,12 @@ BLOCK_BYTES = 65536
 #: bytes a second of the memory and of one SM; seconds: a load's latency, a launch, reading eight results
 READ_RATE, SM_RATE, LATENCY, START, JOIN_STEP = 4.4e12, 70e9, 1.0e-6, 4.0e-6, 0.7e-6
 
-#: ways to load, in the numbers of decode_loads.cuh: by TMA the left halves of a tile's tokens before the
-#: right ones, or token after token; or each warp its own tiles by cp.async
-LOADS = {"halves": 0, "tokens": 1, "warp": 2}
+#: ways to load, in the numbers of decode_loads.cuh: a warp for all by TMA, the left halves of a tile's tokens
+#: before the right ones; or each warp its own tiles by cp.async
+LOADS = {"halves": 0, "warp": 1}
+#: bytes that L2 fetches around what it misses; 0 leaves it to the hardware. 256 cost 4 to 6 % wherever memory
+#: decides
+FETCHES = (128, 0)
 #: how work is cut: as in _pieces.py for as many blocks as the GPU holds, or a piece a block, which the GPU
 #: deals out
 PLANS = (*_pieces.PLANS, "grid")
@@ -48,7 +51,6 @@ SPACE: dict[str, Sequence[Any]] = {
     "plan": PLANS,
     "load": tuple(LOADS),
     "fetch": FETCHES,
-    "hint": (1, 0),
 }
 
 
@@ -105,7 +107,6 @@ def static(case: Case, config: Config) -> dict[str, Any]:
         "stages": stages_of(config),
         "group": group_of(case),
         "load": LOADS[str(config["load"])],
-        "hint": config["hint"],
         "fetch": config["fetch"] if config["load"] == "warp" else 0,
         "bf16": int(case.dtype == "bf16"),
     }
@@ -194,15 +195,12 @@ def bind(
 
 
 def cache_map(cache: Any, dtype: str, config: Mapping[str, Any]) -> bytes:
-    """The map of [pool, page, hkv, 128]; its box: 16 tokens of ``heads`` heads as [head][half][token][64], or
-    as [head][token][half][64] where a copy goes token after token."""
+    """The map of [pool, page, hkv, 128]; its box: 16 tokens of ``heads`` heads as [head][half][token][64]."""
     pool, page, kv_heads, _ = cache.shape
-    row, heads = kv_heads * D * 2, config["heads"]
-    token, half = (page, row, TILE), (2, 128, 2)
-    first, second = (half, token) if config["load"] == "tokens" else (token, half)
-    sizes = (64, first[0], second[0], kv_heads, pool)
-    strides = (first[1], second[1], D * 2, page * row)
-    box = (64, first[2], second[2], heads, 1)
+    row = kv_heads * D * 2
+    sizes = (64, page, 2, kv_heads, pool)
+    strides = (row, 128, D * 2, page * row)
+    box = (64, TILE, 2, config["heads"], 1)
     return tiled_map(cache.data_ptr(), dtype, sizes, strides, box, config["fetch"])
 
 
@@ -248,56 +246,43 @@ def cost(case: Case, config: Config) -> float:
     return seconds(case, config) * 1e6
 
 
-def _config(*shape: Any, load: str = "halves", fetch: int = 256, hint: int = 1) -> dict[str, Any]:
-    """A config by heads, slices, resident, flight and plan, loaded as before there was a choice."""
-    values = (*shape, load, fetch, hint)
-    return dict(zip(SPACE, values, strict=True))
+def _config(*shape: Any, load: str = "halves", fetch: int = 128) -> dict[str, Any]:
+    """A config by heads, slices, resident, flight and plan."""
+    return dict(zip(SPACE, (*shape, load, fetch), strict=True))
 
 
-def _gluon(*shape: Any, fetch: int = 0, hint: int = 0) -> dict[str, Any]:
-    """The same, loaded as the Gluon kernel does."""
-    return _config(*shape, load="warp", fetch=fetch, hint=hint)
+def _warps(*shape: Any, fetch: int = 0) -> dict[str, Any]:
+    """The same, where each warp loads its own tiles."""
+    return _config(*shape, load="warp", fetch=fetch)
 
 
-#: where memory decides: the config that was fastest so far, then what the TileLang and Gluon kernels do and
-#: what lies between them and this one, a cause at a time
-WINNER = (4, 1, 1, 64, "even")
+#: where memory decides: the fastest so far, then its neighbours
 PAIR, WHOLE = (1, 4, 2, 128), (1, 8, 1, 192)
 LONG = (
-    _config(*WINNER),
-    _config(*PAIR, "stream", fetch=128),
-    _gluon(*WHOLE, "grid"),
-    _config(*WINNER, fetch=128),
-    _config(*PAIR, "stream", hint=0),
-    _config(*PAIR, "stream", load="tokens"),
-    _config(*PAIR, "grid"),
-    _gluon(*WHOLE, "even"),
-    _config(*PAIR, "stream", load="tokens", fetch=128, hint=0),
-    _gluon(*WHOLE, "grid", fetch=128),
-    _gluon(*WHOLE, "grid", hint=1),
-    _gluon(1, 4, 2, 192, "grid"),
-    _config(*PAIR, "stream", fetch=0),
-    _gluon(*WINNER),
-    _config(*PAIR, "grid", load="tokens", fetch=128, hint=0),
+    _warps(*WHOLE, "grid"),
     _config(*PAIR, "stream"),
+    _config(*PAIR, "grid"),
+    _warps(*WHOLE, "grid", fetch=128),
+    _warps(*WHOLE, "even"),
+    _warps(1, 4, 2, 192, "grid"),
+    _config(*PAIR, "stream", fetch=0),
+    _config(4, 1, 1, 64, "even"),
 )
-#: where one piece's latency decides: the fastest so far, and the same causes
-SINGLE = (1, 4, 1, 128, "stream")
+#: where one piece's latency decides
+SINGLE = (1, 4, 1, 128)
 SHORT = (
-    _config(*SINGLE),
-    _config(1, 4, 1, 96, "stream"),
-    _gluon(*SINGLE),
-    _config(*SINGLE, fetch=128),
-    _config(1, 8, 1, 128, "even"),
-    _config(1, 4, 1, 128, "even"),
-    _config(*SINGLE, load="tokens"),
-    _config(*SINGLE, hint=0),
-    _gluon(1, 4, 2, 192, "grid"),
-    _gluon(1, 8, 1, 192, "even"),
-    _gluon(*SINGLE, fetch=128),
-    _config(*SINGLE, load="tokens", fetch=128, hint=0),
+    _config(*SINGLE, "stream"),
+    _config(*SINGLE, "grid"),
+    _config(1, 8, 1, 128, "stream"),
     _config(1, 4, 1, 96, "even"),
+    _config(1, 4, 1, 96, "stream"),
+    _config(1, 8, 1, 128, "even"),
+    _warps(1, 4, 2, 192, "grid"),
+    _warps(1, 8, 1, 192, "even"),
+    _warps(*SINGLE, "stream"),
+    _config(*SINGLE, "even"),
     _config(2, 4, 1, 192, "even"),
+    _config(*SINGLE, "stream", fetch=0),
 )
 
 
@@ -312,17 +297,17 @@ def default(case: Case) -> Config:
     """What was fastest so far on cases of that size, or the cost model's first choice; where nothing is
     valid, a config whose reason says why."""
     found = _wanted(case)
-    return found[0] if found else _config(*SINGLE)
+    return found[0] if found else _config(*SINGLE, "stream")
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """What separates the causes, for long runs or for short ones first; then the cost model's choices."""
+    """What was fast on such cases; then the cost model's choices."""
     return _wanted(case)[1:]
 
 
 def _wanted(case: Case) -> list[dict[str, Any]]:
     moved = sum(int_list(str(case.params["lens"]))) * case["hkv"] * D * 4
-    known = LONG if moved / READ_RATE > 200e-6 else (*SHORT, _config(*WINNER))
+    known = LONG if moved / READ_RATE > 200e-6 else (*SHORT, LONG[0])
     found = [c for c in known if valid(case, c) is None]
     return found + [c for c in guesses(case) if c not in found]
 

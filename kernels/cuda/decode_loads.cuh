@@ -5,9 +5,9 @@
 #include "decode.cuh"
 #include "decode_copy_ptx.cuh"
 
-// Values of LOAD. A warp loads for all by TMA, left halves of a tile's tokens first or token after token; or each warp
-// loads what it will compute, by cp.async.
-constexpr int HALVES = 0, TOKENS = 1, BY_WARP = 2;
+// Values of LOAD. A warp loads for all by TMA, left halves of a tile's tokens first; or each warp loads what it will
+// compute, by cp.async.
+constexpr int HALVES = 0, BY_WARP = 1;
 constexpr int D = 128, TILE = 16;
 constexpr int WARPS = HEADS * SLICES, THREADS = 32 * (WARPS + (LOAD != BY_WARP));
 constexpr int TEAM = 32 * SLICES;                      // threads that share a KV head
@@ -44,7 +44,6 @@ struct Args {
 __device__ __forceinline__ u32 tile_address(u32 tile, int i, int lane) {
     const int row = (lane & 7) + (lane >> 4) * 8, column = 2 * i + (lane >> 3 & 1), half = column >> 3;
     if constexpr (LOAD == HALVES) return tile + half * (TILE * 128) + row * 128 + ((column ^ row) & 7) * 16;
-    if constexpr (LOAD == TOKENS) return tile + row * 256 + half * 128 + ((column ^ (2 * row + half)) & 7) * 16;
     return tile + row * 256 + (column ^ (row & 7)) * 16;
 }
 
@@ -84,19 +83,10 @@ __device__ __forceinline__ int page_of(const Args& args, const Item& item, int t
     return __ldg(args.table + size_t(item.row) * args.width + (token >> args.page_shift));
 }
 
-__device__ __forceinline__ void load_tile(u32 dst, const TensorMap* map, u32 bar, int token, int head, int page,
-                                          u64 once) {
-    const int y = LOAD == TOKENS ? 0 : token, z = LOAD == TOKENS ? token : 0;
-    if constexpr (HINT)
-        tma_load_5d(dst, map, bar, 0, y, z, head, page, once);
-    else
-        tma_load_5d_plain(dst, map, bar, 0, y, z, head, page);
-}
-
 // Lane i of the warp loads tile i of every 32, page numbers are fetched 32 tiles ahead.
 __device__ __forceinline__ void produce(const TensorMap& k, const TensorMap& v, const Args& args, const Shared& shared,
                                         int lane) {
-    const u64 once = HINT ? policy_evict_first() : 0;
+    const u64 once = policy_evict_first();
     const int within = (1 << args.page_shift) - 1;
     Ring ring;
     int at = __ldg(args.starts + blockIdx.x);
@@ -125,8 +115,8 @@ __device__ __forceinline__ void produce(const TensorMap& k, const TensorMap& v, 
                 __syncwarp();
                 const int slice = lane - s;
                 if (slice >= 0 && slice < count) {
-                    load_tile(shared.k(ring.stage) + slice * BOX_BYTES, &k, full, token, item.head, page, once);
-                    load_tile(shared.v(ring.stage) + slice * BOX_BYTES, &v, full, token, item.head, page, once);
+                    tma_load_5d(shared.k(ring.stage) + slice * BOX_BYTES, &k, full, 0, token, 0, item.head, page, once);
+                    tma_load_5d(shared.v(ring.stage) + slice * BOX_BYTES, &v, full, 0, token, 0, item.head, page, once);
                 }
                 __syncwarp();
             }
@@ -171,7 +161,7 @@ struct Own {
     Ring ring;
     __device__ __forceinline__ Own(const Args& args, const Shared& shared, u32 tile, int head, int slice, int lane)
         : args(args), shared(shared), tile(tile), head(head), slice(slice), lane(lane),
-          stop(__ldg(args.starts + blockIdx.x + 1)), once(HINT ? policy_evict_first() : 0),
+          stop(__ldg(args.starts + blockIdx.x + 1)), once(policy_evict_first()),
           at(__ldg(args.starts + blockIdx.x)) {
         if (at == stop) return;
         following = load_item(args.items, at);
@@ -212,12 +202,12 @@ struct Own {
         const u32 to = tile + lane / 16 * 256, column = lane % 16 ^ lane / 16;
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i)
-            copy_async<FETCH, HINT>(shared.k(stage) + to + i * 512 + (column ^ (2 * i & 7)) * 16,
-                                    args.k + from + 2 * i * row, once);
+            copy_async<FETCH>(shared.k(stage) + to + i * 512 + (column ^ (2 * i & 7)) * 16, args.k + from + 2 * i * row,
+                              once);
 #pragma unroll
         for (int i = 0; i < TILE / 2; ++i)
-            copy_async<FETCH, HINT>(shared.v(stage) + to + i * 512 + (column ^ (2 * i & 7)) * 16,
-                                    args.v + from + 2 * i * row, once);
+            copy_async<FETCH>(shared.v(stage) + to + i * 512 + (column ^ (2 * i & 7)) * 16, args.v + from + 2 * i * row,
+                              once);
     }
     __device__ __forceinline__ int wait(bool mine) {
         if (mine) {
@@ -234,7 +224,7 @@ struct Own {
     }
 };
 
-#if LOAD == 2
+#if LOAD == 1
 using Feed = Own;
 #else
 using Feed = Passed;

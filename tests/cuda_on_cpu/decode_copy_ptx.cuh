@@ -3,12 +3,8 @@
 
 #include "decode_ptx.cuh"
 
-inline void tma_load_5d_plain(u32 dst, const TensorMap* map, u32 bar, int a, int b, int c, int d, int e) {
-    tma_load_5d(dst, map, bar, a, b, c, d, e, 0);
-}
-
 // Copies by cp.async happen early, at the commit, or as late as their thread waits for them.
-template <int BYTES, int ONCE>
+template <int BYTES>
 void copy_async(u32 dst, const void* src, u64) {
     demand(dst % 16 == 0 && u64(src) % 16 == 0, "cp.async: 16 bytes are not aligned");
     Block* const block = machine.current->block;

@@ -35,6 +35,7 @@ class Compiled:
         import torch
 
         _no_monitor()
+        _no_timer()
         if formula not in self._compiled:
             own = _own_code(formula)
             self._compiled[formula] = torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
@@ -88,6 +89,15 @@ def _no_monitor() -> None:
         import tqdm
 
         tqdm.tqdm.monitor_interval = 0
+
+
+def _no_timer() -> None:
+    """Keep the pool of compiling processes from starting a thread that would put it to sleep when idle: it
+    sleeps half a minute at a time, and outlives the pool."""
+    from torch._inductor import config
+
+    if hasattr(config, "quiesce_async_compile_pool"):
+        config.quiesce_async_compile_pool = False
 
 
 def _end_compilers() -> None:
