@@ -318,7 +318,7 @@ class Tuner:
         if outcome.done is None:
             return choices, 0.0
         medians: list[float] = done_value(outcome.done, list[float])
-        order = sorted(range(len(choices)), key=lambda i: medians[i])
+        order = strategies.final_order([c.median_ns or 0.0 for c in choices], medians)
         ranked = [msgspec.structs.replace(choices[i], median_ns=medians[i]) for i in order]
         return ranked, medians[0] / medians[order[0]] - 1.0
 

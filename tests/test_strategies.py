@@ -184,6 +184,15 @@ def test_finalists_are_more_than_the_near_ties_and_what_is_kept_is_near_the_winn
     assert [c.median_ns for c in strategies.kept(under_load)] == [110.0, 111.0]
 
 
+def test_the_place_goes_to_the_least_loss_in_the_worse_regime():
+    # fast in a burst and 3 % behind under load; the reverse; and 1.5 % and 1 % behind, which wins
+    assert strategies.final_order([100.0, 104.0, 101.5], [103.0, 100.0, 101.0]) == [2, 0, 1]
+    # a per cent of a burst is scatter: the load decides
+    assert strategies.final_order([100.0, 100.9], [100.2, 100.0]) == [1, 0]
+    # stopping at the trials never beats the winner under load
+    assert strategies.final_order([100.0, 103.0], [101.0, 100.0]) == [0, 1]
+
+
 def test_near_ties_of_nothing_are_nothing():
     assert strategies.near_ties([Result(space()[0], None)]) == []
 
