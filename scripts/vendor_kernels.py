@@ -56,6 +56,9 @@ def names(case: Case, library: object) -> dict[str, list[str]]:
 def main() -> None:
     """The cases asked for, as JSON into a file or onto the terminal."""
     wanted = sys.argv[2:]
+    unknown = set(wanted) - {c.name for c in WORKLOAD.cases()}
+    if unknown:
+        sys.exit(f"no case of gemm is called {', '.join(sorted(unknown))}; `dsl-bench list gemm` names them")
     cases = [c for c in WORKLOAD.cases() if not wanted or c.name in wanted]
     backend = vendor.BACKEND
     library = backend.load(backend.compile("", "sm_90a", Path(tempfile.mkdtemp())))
