@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dsl_bench import errors
 from dsl_bench.backends import vendor
 from dsl_bench.plugin import Case, KernelFault
 from dsl_bench.workloads.gemm import WORKLOAD
@@ -56,9 +57,10 @@ def names(case: Case, library: object) -> dict[str, list[str]]:
 def main() -> None:
     """The cases asked for, as JSON into a file or onto the terminal."""
     wanted = sys.argv[2:]
-    unknown = set(wanted) - {c.name for c in WORKLOAD.cases()}
-    if unknown:
-        sys.exit(f"no case of gemm is called {', '.join(sorted(unknown))}; `dsl-bench list gemm` names them")
+    known = [c.name for c in WORKLOAD.cases()]
+    for name in wanted:
+        if name not in known:
+            sys.exit(str(errors.unknown("case", name, known)))
     cases = [c for c in WORKLOAD.cases() if not wanted or c.name in wanted]
     backend = vendor.BACKEND
     library = backend.load(backend.compile("", "sm_90a", Path(tempfile.mkdtemp())))
