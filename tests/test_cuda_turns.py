@@ -49,13 +49,13 @@ def test_the_ring_fits_and_leaves_store_buffers() -> None:
 
 @pytest.mark.parametrize(
     ("name", "columns"),
-    # what cublasLt takes under load at these sizes
+    # what cublasLt takes under load at these sizes, but for 184 (its 176 has a hundredth more columns)
     [
         ("4096x4096x4096-bf16", 112),
         ("4096x6144x4096-bf16", 168),
         ("4096x10240x8192-bf16", 168),
         ("4096x57344x8192-bf16", 168),
-        ("4096x28672x4096-bf16", 176),
+        ("4096x28672x4096-bf16", 184),
         ("4096x24576x1536-bf16", 176),
         ("4096x7168x2048-bf16", 176),
         ("2048x2048x2048-bf16", 128),

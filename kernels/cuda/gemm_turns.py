@@ -26,7 +26,7 @@ from dsl_bench.plugin import Call, Case, Config, Kernel, Needs
 
 BM = 128
 SPACE: dict[str, Sequence[Any]] = {
-    "columns": (112, 128, 160, 168, 176, 192),
+    "columns": tuple(range(112, 200, 8)),
     # blocks side by side along M, which share rows of B
     "cluster": (1, 2),
     # rows of tiles that are walked together
@@ -96,13 +96,13 @@ def default(case: Case) -> Config:
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """The default with its rows asked for ahead, in clusters and with another raster, and the next width."""
+    """The default with its rows asked for ahead, in clusters and with another raster, and the next widths."""
     first = dict(default(case))
     changes: tuple[dict[str, Any], ...] = (
         {"ahead": 8},
         {"cluster": 2},
         {"cluster": 2, "ahead": 8},
-        {"columns": _widths(case)[1]},
+        *({"columns": n} for n in _widths(case)[1:3]),
         {"group": 32},
     )
     return [c for c in ({**first, **change} for change in changes) if valid(case, c) is None]
