@@ -13,10 +13,17 @@ OFFLINE ?=
 # tests/conftest.py has the longest tests first
 PYTEST_FLAGS ?= -n auto --maxprocesses 8 --dist worksteal
 ARGS ?=
+# ALL=1: every case of every test; without it tests marked `sampled` do some of theirs
+ALL ?=
+
+# the environments of `make test` are made beside each other
+MAKEFLAGS += --jobs=2
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# modules are compiled when they are first used: most of what is installed never is
+INSTALL := install --no-compile $(PIP_FLAGS)
 
 .PHONY: help run test check test-gpu wheel bench-harness bench-tuners docs clean
 
@@ -26,8 +33,8 @@ help: ## show this
 run: $(VENV)/.ready ## the main job, for the machine it is on; ARGS="--group llm" passes flags
 	$(BIN)/dsl-bench run $(ARGS)
 
-test: $(VENV)/.ready $(if $(OFFLINE),,$(VENV)36/.ready) ## all tests that this machine can run
-	DSL_BENCH_TRITON36_PYTHON=$(if $(OFFLINE),,$(abspath $(VENV)36/bin/python)) $(PY) -m pytest $(PYTEST_FLAGS)
+test: $(VENV)/.ready $(if $(OFFLINE),,$(VENV)36/.ready) ## the tests that this machine can run; ALL=1: every case of each
+	DSL_BENCH_TRITON36_PYTHON=$(if $(OFFLINE),,$(abspath $(VENV)36/bin/python)) $(PY) -m pytest $(PYTEST_FLAGS) $(if $(ALL),--all)
 
 check: $(VENV)/.ready ## lint, format, types, layers
 	$(BIN)/ruff check .
@@ -39,7 +46,7 @@ docs: $(VENV)/.ready ## regenerate the table of wrong kernels in docs/measuring.
 	$(PY) tests/wrong_kernels/kinds.py docs/measuring.md
 
 test-gpu: $(VENV)/.ready ## the tests that need a Hopper GPU
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest -m gpu --all
 
 wheel: $(VENV)/.ready ## build dist/*.whl
 	$(PY) -m build --wheel --no-isolation
@@ -67,10 +74,10 @@ $(VENV)/.ready: pyproject.toml
 	@if $(PYTHON) -c '$(HAS_TORCH)'; then $(PIP) uninstall -q -y setuptools; \
 	  $(PYTHON) -c '$(HOST_PACKAGES)' > "$$($(PY) -c '$(SITE)')/_host_packages.pth"; fi
 	@echo "[2/3] torch"
-	@$(PY) -c '$(HAS_TORCH)' || $(PIP) install $(PIP_FLAGS) $(TORCH)
+	@$(PY) -c '$(HAS_TORCH)' || $(PIP) $(INSTALL) $(TORCH)
 	@$(PIP) list --format freeze | grep '^torch==' | tee $(VENV)/constraints.txt
 	@echo "[3/3] dsl_bench with $(if $(OFFLINE),what is here,$(EXTRAS))"
-	@$(PIP) install $(PIP_FLAGS) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
+	@$(PIP) $(INSTALL) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
 	  -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
@@ -78,6 +85,6 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)36/.ready: pyproject.toml
 	@echo "[1/1] the environment $(VENV)36 for Triton 3.6 (once)"
 	@test -x $(VENV)36/bin/python || $(PYTHON) -m venv $(VENV)36
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --no-deps -e .
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps -e .
 	@touch $@

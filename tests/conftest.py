@@ -40,13 +40,41 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also what `sampled` tests leave out of a short run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # who names a test wants all of it; workers of pytest-xdist are given the option of their parent
+    if config.args_source is pytest.Config.ArgsSource.ARGS and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.option.all = True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left = left_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     if Path("/dev/nvidiactl").exists():
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What a short run leaves out: of a test marked ``sampled(n)`` it does n cases, spread over all."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for cases in by_test.values():
+        (count,) = cases[0].get_closest_marker("sampled").args  # type: ignore[union-attr]
+        kept = {i * len(cases) // count for i in range(count)}
+        left |= {case for i, case in enumerate(cases) if i not in kept}
+    return left
 
 
 def dealt(items: list[pytest.Item], hands: int) -> list[pytest.Item]:

@@ -38,6 +38,7 @@ def build(tmp_path_factory):
     return get
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("causal", [1, 0])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_no_spills_and_the_products_stay_asynchronous(build, d, causal):

@@ -359,6 +359,7 @@ def test_prefill_overlaps_products_and_softmax(compiled):
     assert text.count(VOTE) == 2
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_mla_keeps_both_warpgroups_in_registers(compiled):
     case = workload("mla_decode").parse_case({"lens": "100*2"})

@@ -85,6 +85,7 @@ def test_default_compiles(kernel_id: str, compiled) -> None:
     assert facts.sass.get("WARPGROUP", 0) <= max(1, facts.sass.get("HGMMA", 0) // 2)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 256])
 def test_prefill_tiles(size: int, compiled) -> None:
@@ -99,6 +100,7 @@ def test_prefill_tiles(size: int, compiled) -> None:
         assert artifact.meta["smem"] <= module._smem(case, config)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_decode_seeds(compiled) -> None:
     """No spills, and as many tiles in flight as the estimate of shared memory says."""
@@ -113,6 +115,7 @@ def test_decode_seeds(compiled) -> None:
             assert estimate - 4096 <= artifact.meta["smem"] <= estimate, config
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_mla_tiles(compiled) -> None:
     """Every tile for 16, 32 and 64 rows."""
@@ -195,6 +198,7 @@ def test_deal(lengths: tuple[int, ...], causal: bool) -> None:
     assert max(cost) <= sum(cost) / len(cost) + largest
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_interpreter(workload: str) -> None:

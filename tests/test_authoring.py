@@ -130,6 +130,7 @@ def shell(tmp_path: Path, cache: Path) -> Shell:
     return Shell(tmp_path, cache)
 
 
+@pytest.mark.sampled(0)
 def test_the_page_can_be_followed_without_a_gpu(shell: Shell) -> None:
     # where there is a GPU, `check` races as well: that is what the other test is for
     if Path("/dev/nvidiactl").exists():

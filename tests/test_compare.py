@@ -152,6 +152,7 @@ def simulated(pairs: list[Pair], spread: float, loss: float, rng: np.random.Gene
     return made
 
 
+@pytest.mark.sampled(0)
 def test_a_loss_of_three_per_cent_is_found_and_none_is_invented() -> None:
     """1000 pairs (a language on a case, two processes a side, both regimes) with the noise of the recorded
     races: slower is a verdict in either regime."""

@@ -62,6 +62,7 @@ def test_its_results_are_reported_like_any_others(with_plugin: None, cli, tmp_pa
     assert "inductor" in page.stdout and "<svg" in page.stdout
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.timeout(900)
 def test_its_own_tests_pass(with_plugin: None) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PLUGIN / "tests")]

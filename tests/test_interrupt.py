@@ -54,6 +54,7 @@ def workers_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_a_stopped_run_keeps_its_records_and_resumes(tmp_path, number, code):
     out = tmp_path / "run.jsonl"

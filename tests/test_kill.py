@@ -26,7 +26,7 @@ PLUGIN = HERE / "wrong_kernels" / "slow.py"
 CASES = ("m=16,n=32,k=16,dtype=fp16", "m=17,n=33,k=16,dtype=fp16")
 KERNELS = 60
 #: moments at which the parent is killed, in all
-MOMENTS = 30
+MOMENTS = 20
 
 Slot = tuple[str, str]
 
@@ -135,6 +135,7 @@ def killed(run: Run, rng: random.Random, startup: float) -> float:
     return startup
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_parent_killed_at_any_moment_loses_nothing_that_was_recorded(run: Run, seed: int) -> None:
     rng = random.Random(seed)

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 CASES = {case.name: case for case in WORKLOAD.cases()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("lag", "prefetch"), [(False, True), (True, True), (False, False)])
 def test_compiles(lag: bool, prefetch: bool, compiled) -> None:
     """36 products for a tile's logits and 8 for the left sums, in two places, and 8 for the right ones; one

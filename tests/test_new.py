@@ -33,6 +33,7 @@ def checked(cli, command: str, *more: str) -> list[dict[str, str]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_new_kernel_passes_its_check(cli, name: str) -> None:

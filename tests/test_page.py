@@ -197,6 +197,7 @@ def test_an_empty_frame_is_named_not_drawn() -> None:
         plot.budget(trials[:0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shown", ["flips", "baselines", "cost", "gaps"])
 def test_the_command_shows_them(shown: str) -> None:
     command = [sys.executable, "-m", "dsl_bench", "report", "-r", str(RESULTS), "--show", shown, "-f", "json"]

@@ -64,23 +64,26 @@ def test_a_winner_without_hgmma_at_128_rows_is_explained_on_its_page() -> None:
             assert f"no HGMMA: {compiled.kernel} {race.case.name}" in PAGES
 
 
+DOZEN = random.Random(20261202).sample(WINNERS, min(12, len(WINNERS)))
+
+
 @needs_records
+@pytest.mark.sampled(4)
 @pytest.mark.slow
-def test_a_seeded_dozen_compiles_again_without_spills(compiled: Any) -> None:
+@pytest.mark.parametrize(("race", "record"), DOZEN, ids=[f"{c.kernel}-{r.case.name}" for r, c in DOZEN])
+def test_a_seeded_dozen_compiles_again_without_spills(race: Race, record: Compiled, compiled: Any) -> None:
     """With this machine's own toolchain (the newest Triton, this nvcc, this TileLang); spills count where
     the assembler is the recorded one."""
-    dozen = random.Random(20261202).sample(WINNERS, min(12, len(WINNERS)))
-    for race, record in dozen:
-        assert record.arch == "sm_90a"
-        _, facts = compiled(record.kernel, record.static)
-        assert facts is not None
-        # another Triton allocates registers otherwise: what the record says holds for its own assembler
-        if record.facts is None or facts.assembler == record.facts.assembler:
-            assert facts.loop_local <= max(0, record.facts.loop_local if record.facts else 0)
-        if (
-            race.case.workload == "gemm"
-            and int(race.case.params["m"]) >= 128
-            and record.facts
-            and record.facts.sass.get("HGMMA")
-        ):
-            assert facts.sass.get("HGMMA"), (record.kernel, race.case.name)
+    assert record.arch == "sm_90a"
+    _, facts = compiled(record.kernel, record.static)
+    assert facts is not None
+    # another Triton allocates registers otherwise: what the record says holds for its own assembler
+    if record.facts is None or facts.assembler == record.facts.assembler:
+        assert facts.loop_local <= max(0, record.facts.loop_local if record.facts else 0)
+    if (
+        race.case.workload == "gemm"
+        and int(race.case.params["m"]) >= 128
+        and record.facts
+        and record.facts.sass.get("HGMMA")
+    ):
+        assert facts.sass.get("HGMMA"), (record.kernel, race.case.name)

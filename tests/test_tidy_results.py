@@ -35,6 +35,7 @@ def test_a_second_time_there_is_nothing_to_drop(results: Path) -> None:
     assert lines and all(": 0 of " in line for line in lines)
 
 
+@pytest.mark.sampled(0)
 def test_a_replaced_search_goes_and_the_report_stays(results: Path) -> None:
     found = catalog.load()
     cases = [c for _, w in found.workloads().values() for c in w.cases]

@@ -90,6 +90,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "sizes", "sms", "dtype"), RUNS, ids=[f"{r[0]['tile']} {r[0]['cluster']}" for r in RUNS]

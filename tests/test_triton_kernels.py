@@ -69,6 +69,7 @@ def test_kernels_are_found() -> None:
     assert tuple(sorted(kernels())) == KERNEL_IDS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel_id", KERNEL_IDS)
 def test_default_compiles_without_spills(kernel_id: str, compiled) -> None:
     kernel = kernels()[kernel_id]
@@ -141,6 +142,7 @@ def test_plan_covers_every_step_once(workers: int) -> None:
             assert cut == set(range(p.parts))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_estimates_of_shared_memory_hold(compiled) -> None:
     """``valid`` refuses by an estimate: it must not be under what the compiler takes, nor far over."""

@@ -93,6 +93,7 @@ def worker() -> Iterator[pool.Worker]:
 NAMES = [(name, verdicts) for kind in kinds.KINDS for name, verdicts in kind.cpu.items()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "verdicts"), NAMES, ids=[name for name, _ in NAMES])
 def test_a_wrong_kernel_is_caught_and_the_next_one_is_not_blamed(
     worker: pool.Worker, name: str, verdicts: tuple[Any, ...]
