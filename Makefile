@@ -22,8 +22,6 @@ MAKEFLAGS += --jobs=2
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
-# modules are compiled when they are first used: most of what is installed never is
-INSTALL := install --no-compile $(PIP_FLAGS)
 
 .PHONY: help run test check test-gpu wheel bench-harness bench-tuners docs clean
 
@@ -74,10 +72,10 @@ $(VENV)/.ready: pyproject.toml
 	@if $(PYTHON) -c '$(HAS_TORCH)'; then $(PIP) uninstall -q -y setuptools; \
 	  $(PYTHON) -c '$(HOST_PACKAGES)' > "$$($(PY) -c '$(SITE)')/_host_packages.pth"; fi
 	@echo "[2/3] torch"
-	@$(PY) -c '$(HAS_TORCH)' || $(PIP) $(INSTALL) $(TORCH)
+	@$(PY) -c '$(HAS_TORCH)' || $(PIP) install $(PIP_FLAGS) $(TORCH)
 	@$(PIP) list --format freeze | grep '^torch==' | tee $(VENV)/constraints.txt
 	@echo "[3/3] dsl_bench with $(if $(OFFLINE),what is here,$(EXTRAS))"
-	@$(PIP) $(INSTALL) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
+	@$(PIP) install $(PIP_FLAGS) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
 	  -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
@@ -85,6 +83,6 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)36/.ready: pyproject.toml
 	@echo "[1/1] the environment $(VENV)36 for Triton 3.6 (once)"
 	@test -x $(VENV)36/bin/python || $(PYTHON) -m venv $(VENV)36
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps -e .
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --no-deps -e .
 	@touch $@
