@@ -23,6 +23,10 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
+# modules are compiled when they are first used, most never, and are kept, whatever the caller's shell says
+INSTALL := install --no-compile $(PIP_FLAGS)
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help run test check test-gpu wheel bench-harness bench-tuners docs clean
 
 help: ## show this
@@ -72,10 +76,10 @@ $(VENV)/.ready: pyproject.toml
 	@if $(PYTHON) -c '$(HAS_TORCH)'; then $(PIP) uninstall -q -y setuptools; \
 	  $(PYTHON) -c '$(HOST_PACKAGES)' > "$$($(PY) -c '$(SITE)')/_host_packages.pth"; fi
 	@echo "[2/3] torch"
-	@$(PY) -c '$(HAS_TORCH)' || $(PIP) install $(PIP_FLAGS) $(TORCH)
+	@$(PY) -c '$(HAS_TORCH)' || $(PIP) $(INSTALL) $(TORCH)
 	@$(PIP) list --format freeze | grep '^torch==' | tee $(VENV)/constraints.txt
 	@echo "[3/3] dsl_bench with $(if $(OFFLINE),what is here,$(EXTRAS))"
-	@$(PIP) install $(PIP_FLAGS) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
+	@$(PIP) $(INSTALL) $(if $(OFFLINE),--no-index --no-deps --no-build-isolation -e .,\
 	  -c $(VENV)/constraints.txt -e '.[$(EXTRAS)]')
 	@touch $@
 
@@ -83,6 +87,6 @@ $(VENV)/.ready: pyproject.toml
 $(VENV)36/.ready: pyproject.toml
 	@echo "[1/1] the environment $(VENV)36 for Triton 3.6 (once)"
 	@test -x $(VENV)36/bin/python || $(PYTHON) -m venv $(VENV)36
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
-	@$(VENV)36/bin/python -m pip --disable-pip-version-check install $(PIP_FLAGS) --no-deps -e .
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) 'triton==3.6.0' 'numpy<2.4' msgspec packaging
+	@$(VENV)36/bin/python -m pip --disable-pip-version-check $(INSTALL) --no-deps -e .
 	@touch $@

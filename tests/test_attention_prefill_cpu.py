@@ -253,7 +253,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "outliers"])
 @pytest.mark.parametrize(("case", "config", "sms"), RUNS)

@@ -337,6 +337,7 @@ def facts_of(name, case, config, compiled):
     return facts, artifact.meta, (artifact.folder / "kernel.cu").read_text()
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_decode_compiles_without_spills(compiled):
     case = workload("attention_decode").parse_case({"lens": "100*4"})

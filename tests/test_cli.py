@@ -23,6 +23,7 @@ def dsl_bench(*args, cwd, env=None, timeout=240):
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=timeout, env=full)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [

@@ -48,6 +48,7 @@ class TestMla(WorkloadConformance):
     workload = "mla_decode"
 
 
+@pytest.mark.sampled(0)
 def test_a_plugin_that_breaks_the_contract_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kit itself: a wrong kernel, a foreign id and a silent probe each fail their test."""
     monkeypatch.setenv("DSL_BENCH_BACKENDS", "")

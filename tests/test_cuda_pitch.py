@@ -119,8 +119,8 @@ class Module:
 def test_bind_makes_boxes_that_the_kernel_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def class_map(tensor, dtype, rows, box, swizzle, fetch):
-        made.append((rows, box, swizzle))
+    def class_map(tensor, dtype, rows, box, fetch):
+        made.append((rows, box))
         assert box[0] <= 256
         assert box[0] % 8 == 0
         assert rows[1] * (rows[2] - 1) + rows[0] - 1 < tensor.shape[0]
@@ -133,13 +133,19 @@ def test_bind_makes_boxes_that_the_kernel_fills(monkeypatch: pytest.MonkeyPatch)
             made.clear()
             module, inputs = Module(), {"a": Matrix(m, k), "b": Matrix(n, k)}
             PITCH.bind(module, case, config, inputs, {"c": Matrix(m, n)})
-            assert [len(a) for a in module.args] == [128, 128, 128, 64, 24]
             shape, (cm, cn) = Shape.of(config["tile"]), _plan.blocks_of(config["cluster"])
-            (_, (box_a, _), _), (_, (box_b, _), _), (_, store, swizzle) = made
+            (_, (box_a, _)), (_, (box_b, _)), *stores = made
             assert shape.bm % (box_a * cn) == 0
             assert shape.bn % (box_b * cm) == 0
-            assert shape.engine.bn % store[0 if shape.swapped else 1] == 0
-            assert swizzle == store[1] * 2
+            if shape.swapped:
+                ((_, box),) = stores
+                assert shape.bm % box[0] == 0
+                assert box[1] == 64
+            else:  # a warp's rows, and the columns that 64 does not divide
+                (_, whole), *tails = stores
+                assert whole == (16, 64)
+                assert [box for _, box in tails] == ([(16, shape.bn % 64)] if shape.bn % 64 else [])
+            assert [len(a) for a in module.args] == [128, 128, 128 * len(stores), 64, 24]
             assert module.grid[0] % (cm * cn) == 0
 
 

@@ -55,7 +55,7 @@ SOME_DECODE = random.Random(0).sample(statics(DECODE, paged.WORKLOAD), 4)
 BUILDS = [(MLA, s) for s in statics(MLA, latent.WORKLOAD)] + [(DECODE, s) for s in SOME_DECODE]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kernel", "static"), BUILDS, ids=lambda x: getattr(x, "id", None))
 def test_no_spills_and_the_products_stay_asynchronous(
     kernel: Kernel, static: dict[str, Any], tmp_path: Path
@@ -314,7 +314,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "outliers"])
 @pytest.mark.parametrize(("kernel", "case", "config", "sms"), RUNS)

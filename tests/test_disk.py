@@ -122,7 +122,7 @@ def forbid_growth(process: subprocess.Popen[str], path: Path, more: int) -> None
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("more", [0, 200])
 def test_a_file_that_may_not_grow_ends_the_run_and_stays_whole(run: Run, more: int) -> None:
     process = run.start(run.command("--out", str(run.out)))

@@ -77,7 +77,7 @@ def test_gluon_is_not_interpreted() -> None:
         BACKEND.interpret(source())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tile", "cluster", "stages"),
     [

@@ -86,6 +86,7 @@ def product(ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, 
     return c, cpu.bf16(a @ b.T)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tile", "cluster", "stages"),
     [
@@ -124,6 +125,7 @@ def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, compiled
     assert boxes == [[1, plan.box_a, 64], [1, plan.box_b, 64], [1, *plan.store_box]]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("tile", "cluster", "stages", "stride", "sizes"),
     [

@@ -89,7 +89,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_parent_imports_neither_torch_nor_a_language(

@@ -33,7 +33,7 @@ def checked(cli, command: str, *more: str) -> list[dict[str, str]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_new_kernel_passes_its_check(cli, name: str) -> None:
@@ -67,6 +67,7 @@ def test_with_a_gpu_it_is_right_on_the_smoke_cases(cli, name: str) -> None:
     assert [r for r in rows if r["what"] == "tune" and r["kernel"] == name]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_a_new_workload_passes_its_check(cli) -> None:
     pytest.importorskip("torch")
@@ -75,6 +76,7 @@ def test_a_new_workload_passes_its_check(cli) -> None:
     assert len(rows) == 3 and {r["status"] for r in rows} == {"ok"}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_a_new_backend_passes_its_check_and_the_conformance_kit(cli, tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -152,6 +154,7 @@ def test_a_file_that_cannot_be_used_says_why(cli, tmp_path: Path) -> None:
     assert done.returncode == 2 and "'none.py'" in done.stderr
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_a_wrong_kernel_fails_its_check(cli, tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -22,6 +22,7 @@ def test_outputs_are_stripped(path: Path) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

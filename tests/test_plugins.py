@@ -256,6 +256,7 @@ def kept(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
 LIST = ("list", "--format", "json", "--plugin", "mine.py")
 
 
+@pytest.mark.sampled(0)
 def test_a_folder_of_a_packages_name_hides_nothing(single: Single, cli: Any, tmp_path: Path) -> None:
     single()
     for name in ("triton", "kernels", "torch"):
@@ -276,6 +277,7 @@ def test_what_was_not_ready_is_asked_again(single: Single, cli: Any, tmp_path: P
     assert row(rows_of(cli, *LIST), "mine")["state"] == "ready"
 
 
+@pytest.mark.sampled(0)
 def test_a_helper_file_counts_into_the_hash(single: Single, cli: Any, tmp_path: Path) -> None:
     single({'    summary="blocks': '    files=("table.txt",),\n    summary="blocks'})
     hashes = set()
@@ -367,6 +369,7 @@ def test_a_broken_kernel_file_costs_its_own_kernels_only(package: Path, cli: Any
     assert row(rows_of(cli, *LIST), "mine", "file")["state"] == "ready", "no problem is cached"
 
 
+@pytest.mark.sampled(0)
 def test_a_kernel_that_cannot_be_planned_is_a_failure_and_the_rest_goes_on(
     package: Path, cli: Any, tmp_path: Path
 ) -> None:

@@ -68,7 +68,7 @@ DOZEN = random.Random(20261202).sample(WINNERS, min(12, len(WINNERS)))
 
 
 @needs_records
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("race", "record"), DOZEN, ids=[f"{c.kernel}-{r.case.name}" for r, c in DOZEN])
 def test_a_seeded_dozen_compiles_again_without_spills(race: Race, record: Compiled, compiled: Any) -> None:

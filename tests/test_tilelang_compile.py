@@ -161,6 +161,7 @@ def test_multicast_in_halves_issues_from_both_blocks(kernels, compiled):
     assert "rank" in line and "(uint16_t)(3)" in line and "block_rank_in_cluster() ==" not in text
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_unaligned_kernel_predicates_what_tma_cannot_clip(kernels, compiled):
     kernel, case = kernels["gemm_unaligned"], case_of(2047, 2049, 2051)

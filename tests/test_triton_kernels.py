@@ -31,15 +31,17 @@ KERNEL_IDS = (
     "triton/gemm_skinny",
     "triton/gemm_streamk",
     "triton/gemm_unaligned",
+    "triton/gemm_widths",
     "triton/gemv",
 )
 #: written in Gluon, which Triton's interpreter does not run
-GLUON = ("triton/gemm_pitch", "triton/gemm_ragged")
+GLUON = ("triton/gemm_pitch", "triton/gemm_ragged", "triton/gemm_widths")
 #: a case each kernel is made for, and the fewest HGMMA and UTMALDG instructions its default must show
 MADE_FOR = {
     "triton/gemm": ("4096x4096x4096-bf16", 4, 6),
     "triton/gemm_ragged": ("4000x4104x4072-bf16", 4, 3),
     "triton/gemm_pitch": ("3333x2728x8200-bf16", 16, 2),
+    "triton/gemm_widths": ("4096x10240x8192-bf16", 16, 2),
     "triton/gemm_streamk": ("4096x2112x7168-bf16", 4, 6),
     "triton/gemm_skinny": ("16x6144x4096-bf16", 4, 6),
     "triton/gemv": ("1x6144x4096-bf16", 0, 0),

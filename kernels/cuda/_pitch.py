@@ -4,7 +4,7 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-from dsl_bench.kernels.cuda._plan import SMS, Tile, Work, blocks_of, cdiv, cut
+from dsl_bench.kernels.cuda._plan import SMS, Tile, Work, blocks_of, cdiv, cut, store_widths
 
 #: clocks of an SM's TMA unit for a line of 128 bytes, as measured on an H200
 LINE_CLOCKS = 1.9
@@ -54,13 +54,12 @@ class Shape:
         share = self.engine.bn // along_p
         return self.engine.bm // along_q, share // (2 if share > 256 else 1)
 
-    def store_box(self) -> tuple[int, int]:
-        """Rows and columns of C that a store takes."""
+    def store_boxes(self) -> list[tuple[int, int]]:
+        """Rows and columns of C that a store takes; the second box takes columns that 64 does not divide."""
         q = self.engine.bn
         if self.swapped:
-            return (64 if q % 64 == 0 else 32 if q % 32 == 0 else 16), 64
-        columns = 64 if q % 64 == 0 else 32 if q % 32 == 0 else 16
-        return (16 if columns == 64 else 64), columns
+            return [(64 if q % 64 == 0 else 32 if q % 32 == 0 else 16, 64)]
+        return [(16, width) for width in store_widths(q)]
 
     def reason(self, cluster: str, stages: int) -> str | None:
         """Why the tile does not suit registers, shared memory or the cluster, if so."""

@@ -17,6 +17,8 @@ SMS = 132
 BK = 64
 #: bytes of one store buffer: 64 rows of 64 elements
 STORE_BYTES = 64 * 64 * 2
+#: ring.cuh's barriers and flags, bytes: of at most 14 stages and three warpgroups
+BARRIER_BYTES = 256
 INT32_MAX = 2**31 - 1
 #: device memory that partial sums may take, bytes
 WORKSPACE_LIMIT = 512 << 20
@@ -65,17 +67,22 @@ class Tile:
 
     def max_stages(self) -> int:
         """The deepest ring that leaves one store buffer a warpgroup."""
-        return (SMEM_LIMIT - 2048 - self.consumers * STORE_BYTES) // self.stage_bytes
+        return (SMEM_LIMIT - BARRIER_BYTES - self.consumers * STORE_BYTES) // self.stage_bytes
 
     def store_buffers(self, stages: int) -> int:
         """Store buffers a warpgroup that fit beside ``stages``, at most one for every 64 x 64 of its rows."""
-        left = SMEM_LIMIT - 2048 - stages * self.stage_bytes
+        left = SMEM_LIMIT - BARRIER_BYTES - stages * self.stage_bytes
         return min(self.mi * cdiv(self.bn, 64), left // (self.consumers * STORE_BYTES))
 
     def smem(self, stages: int) -> int:
-        """Dynamic shared memory in gemm.cu's layout, bytes: alignment, ring, stores, barriers, flags."""
+        """Dynamic shared memory in ring.cuh's layout, bytes: ring, store buffers, barriers and flags."""
         stores = self.consumers * self.store_buffers(stages) * STORE_BYTES
-        return 1024 + stages * self.stage_bytes + stores + (2 * stages + 2) * 8 + 4 * self.consumers
+        return stages * self.stage_bytes + stores + BARRIER_BYTES
+
+
+def store_widths(bn: int) -> tuple[int, ...]:
+    """Columns of the boxes in which a tile is stored: 64, and what that does not divide of ``bn``."""
+    return (64, bn % 64) if bn % 64 else (64,)
 
 
 @dataclass(frozen=True)

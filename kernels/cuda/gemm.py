@@ -23,6 +23,7 @@ from dsl_bench.kernels.cuda._plan import (
     gemm_work,
     ranked,
     spread,
+    store_widths,
     tma_reason,
 )
 
@@ -188,11 +189,6 @@ def source(static: Mapping[str, Any], arch: str) -> CudaSource:
     return CudaSource(file, "gemm", defines, (), smem, 128 * (tile.consumers + 1), (blocks, 1, 1))
 
 
-def store_columns(bn: int) -> int:
-    """Columns a TMA store takes from a row: the widest swizzle whose boxes tile ``bn``."""
-    return 64 if bn % 64 == 0 else 32 if bn % 32 == 0 else 16
-
-
 @dataclass(frozen=True)
 class Rows:
     """An operand as TMA reads it: the address, ``shape`` in elements, ``pitch`` elements from row to row."""
@@ -229,12 +225,10 @@ def _repack(module: Any, tensors: Sequence[Any]) -> tuple[Callable[[], None], li
 
 
 def _output(tile: Tile, dtype: str, c: Any) -> bytes:
-    """C's tensor map, or its address where its rows have none."""
+    """C's tensor maps, for a warp's rows; its address where its rows have none."""
     if c.shape[1] % 8:
         return struct.pack("<Q", c.data_ptr())
-    columns = store_columns(tile.bn)
-    # narrow boxes are many, so a whole warpgroup's rows go in one
-    return _tma.matrix_map(c, dtype, (16 if columns == 64 else 64, columns), columns * 2)
+    return b"".join(_tma.matrix_map(c, dtype, (16, width)) for width in store_widths(tile.bn))
 
 
 def bind(
@@ -314,7 +308,7 @@ def seeds(unaligned: bool, case: Case) -> Sequence[Config]:
     return [*filter(near, overlapped), *found[1:], *filter(near, others)]
 
 
-FILES = ("gemm.cu", "repack.cuh", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py")
+FILES = ("gemm.cu", "repack.cuh", "ring.cuh", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py")
 
 KERNELS = (
     Kernel(

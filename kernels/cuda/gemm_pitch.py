@@ -184,9 +184,7 @@ def source(static: Mapping[str, Any], arch: str) -> CudaSource:
     return CudaSource(file, "gemm_pitch", defines, (), smem, 128 * (tile.consumers + 1), (cm * cn, 1, 1))
 
 
-def class_map(
-    tensor: Any, dtype: str, rows: tuple[int, int, int], box: tuple[int, int], swizzle: int, fetch: int
-) -> bytes:
+def class_map(tensor: Any, dtype: str, rows: tuple[int, int, int], box: tuple[int, int], fetch: int) -> bytes:
     """The tensor map of a row-major matrix as (class, row, column): ``rows`` are the classes, the rows from
     one to the next of a class, and the rows of a class. ``box`` (rows, columns) lies in one class."""
     from cuda.bindings import driver as d
@@ -194,11 +192,6 @@ def class_map(
     kinds = {
         "bf16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "fp16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    }
-    patterns = {
-        128: d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        64: d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_64B,
-        32: d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_32B,
     }
     promotions = {
         0: d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
@@ -214,7 +207,7 @@ def class_map(
         [d.cuuint32_t(x) for x in (box[1], box[0], 1)],
         [d.cuuint32_t(1)] * 3,
         d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        patterns[swizzle],
+        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         promotions[fetch],
         d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -238,11 +231,11 @@ def bind(
     counters = module.scratch("counters", work.sk_tiles * blocks * 4 * 4)
     fetch, box = int(config["fetch"]), shape.boxes(cluster)
     box_b, box_a = box if shape.swapped else box[::-1]
-    by_class, store = (rows.count, rows.stride, rows.height), shape.store_box()
+    by_class = (rows.count, rows.stride, rows.height)
     args = [
-        class_map(a, case.dtype, by_class, (box_a, 64), 128, fetch),
-        class_map(b, case.dtype, (1, 1, case["n"]), (box_b, 64), 128, fetch),
-        class_map(c, case.dtype, by_class, store, store[1] * 2, 128),
+        class_map(a, case.dtype, by_class, (box_a, 64), fetch),
+        class_map(b, case.dtype, (1, 1, case["n"]), (box_b, 64), fetch),
+        b"".join(class_map(c, case.dtype, by_class, store, 128) for store in shape.store_boxes()),
         work.pack(workspace.data_ptr(), counters.data_ptr()),
         rows.pack(),
     ]
@@ -263,6 +256,7 @@ KERNELS = (
         needs=Needs(archs=("sm_90a",)),
         files=(
             "gemm_pitch.cu",
+            "ring.cuh",
             "tiles.cuh",
             "ptx.cuh",
             "wgmma.cuh",

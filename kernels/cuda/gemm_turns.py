@@ -1,27 +1,17 @@
-"""``cuda/gemm_turns``: GEMM in tiles of 128 rows by 112 to 192 columns, bf16 or fp16. Device: gemm_turns.cu.
+"""``cuda/gemm_turns``: gemm.cu's ping-pong in whole tiles of 128 rows by 112 to 192 columns, bf16 or fp16.
 
 Two warpgroups take turns on the tensor cores, each with a tile of its own. Under load little else counts than
 how many columns the busiest block multiplies, so the widths are those that fill whole waves of many sizes.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
-from dsl_bench.kernels.cuda import _tma
-from dsl_bench.kernels.cuda._plan import (
-    INT32_MAX,
-    SMEM_LIMIT,
-    SMS,
-    STORE_BYTES,
-    Tile,
-    Work,
-    cdiv,
-    gemm_work,
-    tma_reason,
-)
+from dsl_bench.kernels.cuda import _tma, gemm
+from dsl_bench.kernels.cuda._maps import FETCHES, tiled_map
+from dsl_bench.kernels.cuda._plan import INT32_MAX, SMS, Tile, Work, cdiv, gemm_work, store_widths, tma_reason
 
-from dsl_bench.backends.cuda import CudaSource
 from dsl_bench.plugin import Call, Case, Config, Kernel, Needs
 
 BM = 128
@@ -30,9 +20,9 @@ SPACE: dict[str, Sequence[Any]] = {
     # blocks side by side along M, which share rows of B
     "cluster": (1, 2),
     # rows of tiles that are walked together
-    "group": (16, 8, 32, 4),
-    # k-blocks before its load that L2 is asked for a box
-    "ahead": (0, 8),
+    "group": (16, 8, 12, 32),
+    # bytes that L2 fetches around a miss
+    "fetch": FETCHES[:2],
 }
 #: columns' worth of work that a turn costs
 TURN = 4
@@ -45,13 +35,17 @@ def tile(columns: int) -> Tile:
     return Tile(BM, columns, "pingpong")
 
 
-def ring(columns: int) -> tuple[int, int, int]:
-    """Stages, store buffers a warpgroup and bytes of shared memory: the deepest ring that leaves each one."""
-    stage, barriers = tile(columns).stage_bytes, 256
-    stages = (SMEM_LIMIT - barriers - 2 * STORE_BYTES) // stage
-    left = SMEM_LIMIT - barriers - stages * stage
-    buffers = min(2 * cdiv(columns, 64), left // (2 * STORE_BYTES))
-    return stages, buffers, stages * stage + 2 * buffers * STORE_BYTES + barriers
+def as_gemm(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as ``cuda/gemm`` writes it: whole tiles, the deepest ring."""
+    name = f"{BM}x{config['columns']} pingpong"
+    stages = tile(config["columns"]).max_stages()
+    return {
+        "tile": name,
+        "cluster": f"{config['cluster']}x1",
+        "stages": stages,
+        "group": config["group"],
+        "splits": 1,
+    }
 
 
 def work_of(case: Case, config: Mapping[str, Any], sms: int = SMS) -> Work:
@@ -59,10 +53,10 @@ def work_of(case: Case, config: Mapping[str, Any], sms: int = SMS) -> Work:
     return gemm_work(case, tile(config["columns"]), f"{config['cluster']}x1", config["group"], 1, sms)
 
 
-def load(case: Case, columns: int) -> int:
-    """Columns that the busiest of 132 blocks multiplies, and what its turns cost."""
-    work = work_of(case, {"columns": columns, "cluster": 1, "group": 8})
-    return cdiv(work.tiles, work.clusters) * (columns + TURN)
+@lru_cache(maxsize=4096)
+def load(m: int, n: int, columns: int) -> int:
+    """Columns that the busiest of 132 blocks multiplies of C [m, n], and what its turns cost."""
+    return cdiv(cdiv(m, BM) * cdiv(n, columns), SMS) * (columns + TURN)
 
 
 def valid(case: Case, config: Config) -> str | None:
@@ -79,30 +73,32 @@ def valid(case: Case, config: Config) -> str | None:
         return "more k-blocks in all tiles than an int counts"
     if work.tiles <= work.clusters:
         return "no block has two tiles: there are no turns to take"
-    least = min(load(case, n) for n in SPACE["columns"])
-    if load(case, config["columns"]) > JUNK * least:
-        return f"{load(case, config['columns']) / least:.2f} times the columns of the best width"
+    m, n = case["m"], case["n"]
+    times = load(m, n, config["columns"]) / min(load(m, n, width) for width in SPACE["columns"])
+    if times > JUNK:
+        return f"{times:.2f} times the columns of the best width"
     return None
 
 
 def _widths(case: Case) -> list[int]:
     """Widths, the best first."""
-    return sorted(SPACE["columns"], key=lambda n: load(case, n))
+    return sorted(SPACE["columns"], key=lambda columns: load(case["m"], case["n"], columns))
 
 
 def default(case: Case) -> Config:
     """The width that leaves the busiest block the fewest columns."""
-    return {"columns": _widths(case)[0], "cluster": 1, "group": 16, "ahead": 0}
+    return {"columns": _widths(case)[0], "cluster": 1, "group": 16, "fetch": 128}
 
 
 def seeds(case: Case) -> Sequence[Config]:
-    """The default with its rows asked for ahead, in clusters and with another raster, and the next widths."""
+    """The default with another fetch, in clusters, the next widths, and the default with other rasters."""
     first = dict(default(case))
     changes: tuple[dict[str, Any], ...] = (
-        {"ahead": 8},
+        {"fetch": 256},
         {"cluster": 2},
-        {"cluster": 2, "ahead": 8},
-        *({"columns": n} for n in _widths(case)[1:3]),
+        *({"columns": n} for n in _widths(case)[1:4]),
+        {"group": 12},
+        {"group": 8},
         {"group": 32},
     )
     return [c for c in ({**first, **change} for change in changes) if valid(case, c) is None]
@@ -110,40 +106,25 @@ def seeds(case: Case) -> Sequence[Config]:
 
 def static(case: Case, config: Config) -> dict[str, Any]:
     """All that is baked in; sizes and raster are arguments."""
-    return {name: int(config[name]) for name in ("columns", "cluster", "ahead")} | {
-        "bf16": int(case.dtype == "bf16")
-    }
-
-
-def source(static: Mapping[str, Any], arch: str) -> CudaSource:
-    """gemm_turns.cu with its macros."""
-    stages, buffers, smem = ring(static["columns"])
-    defines = {
-        "BN": static["columns"],
-        "STAGES": stages,
-        "CLUSTER_M": static["cluster"],
-        "AHEAD": static["ahead"],
-        "STORE_BUFFERS": buffers,
-        "BF16": static["bf16"],
-        "SMEM_BYTES": smem,
-    }
-    file = Path(__file__).with_name("gemm_turns.cu")
-    return CudaSource(file, "gemm_turns", defines, (), smem, 384, (static["cluster"], 1, 1))
+    return gemm.static(case, as_gemm(config))
 
 
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
-    """Tensor maps and the launch."""
-    columns, cluster = int(config["columns"]), int(config["cluster"])
+    """Tensor maps with the fetch asked for, and the launch."""
+    columns, cluster, fetch = (int(config[x]) for x in ("columns", "cluster", "fetch"))
     a, b, c = inputs["a"], inputs["b"], outputs["c"]
     work = work_of(case, config, module.sms)
-    # a warp's rows, 128 bytes of each; what 64 does not divide of a tile's columns has a map of its own
-    widths = (64, columns % 64) if columns % 64 else (64,)
+
+    def rows(tensor: Any, box: int) -> bytes:
+        sizes, pitch = (tensor.shape[1], tensor.shape[0]), tensor.stride(0) * _tma.ELEMENT
+        return tiled_map(tensor.data_ptr(), case.dtype, sizes, (pitch,), (64, box), fetch)
+
     args = [
-        _tma.matrix_map(a, case.dtype, (BM, 64)),
-        _tma.matrix_map(b, case.dtype, (columns // cluster, 64)),
-        b"".join(_tma.matrix_map(c, case.dtype, (16, width)) for width in widths),
+        rows(a, BM),
+        rows(b, columns // cluster),
+        b"".join(_tma.matrix_map(c, case.dtype, (16, width)) for width in store_widths(columns)),
         work.pack(0, 0),
     ]
     return Call(module.launcher((work.launched * cluster,), args), keep=(a, b, c))
@@ -158,10 +139,10 @@ KERNELS = (
         seeds=seeds,
         valid=valid,
         static=static,
-        source=source,
+        source=gemm.source,
         bind=bind,
         needs=Needs(archs=("sm_90a",)),
-        files=("gemm_turns.cu", "tiles.cuh", "ptx.cuh", "wgmma.cuh", "_plan.py", "_tma.py"),
+        files=(*gemm.FILES, "_maps.py", "gemm.py"),
         summary="whole tiles of 128 rows, ping-pong: two warpgroups take turns on the tensor cores",
     ),
 )

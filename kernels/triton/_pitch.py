@@ -1,21 +1,21 @@
-"""What ``gemm_pitch`` is made of besides Gluon: PTX of its loads and products, shapes of tiles, a cost model.
+"""What ``gemm_pitch`` and ``gemm_widths`` are made of besides Gluon: PTX of their loads and products, shapes
+of tiles, a cost model.
 
 Gluon's tensors have sides that are powers of two, so a tile of 176 or 144 is made of tensors of 16: the sums
 of a warpgroup are pieces of [64, 16], which one ``wgmma`` of any multiple of 16 columns takes side by side.
+An odd multiple of 8 is made of pieces of 8.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from triton.experimental.gluon._runtime import constexpr_function
 
 from . import _common as common
 from ._ragged import CLOCK, LINE_CLOCKS, LINES, Classes, _text, classes
 
-#: columns of a piece of sums, eight a thread
-PIECE = 16
 #: bytes of a row of 64 elements
 ROW = 128
 #: rows and columns of C that are staged at once, at most
@@ -64,9 +64,9 @@ def load_text(tile: "Tile") -> str:
         "mad.lo.u32 bar, $1, 8, s;",
         f"add.u32 bar, bar, {tile.barriers};",
         f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {tile.stage_bytes};",
-        "mov.b64 ma, gemm_pitch_param_0;",
+        f"mov.b64 ma, {tile.kernel}_param_0;",
         "cvta.param.u64 ma, ma;",
-        "mov.b64 mb, gemm_pitch_param_7;",
+        f"mov.b64 mb, {tile.kernel}_param_7;",
         "cvta.param.u64 mb, mb;",
         f"mov.b16 all, {(1 << tile.cm * tile.cn) - 1};",
         "mov.u32 none, 0;",
@@ -89,15 +89,19 @@ def load_text(tile: "Tile") -> str:
 
 @constexpr_function
 def product_text(tile: "Tile", owner: int) -> str:
-    """Add the products of a stage to the sums, which are the first operands; the stage's number follows them
-    twice over (once as each). Leaves these products in flight and waits for those before."""
+    """Add the products of a stage to the sums, which are the first operands, twice over (once as each). The
+    stage's number follows, ``tile.first`` more for the first of a tile of C, which overwrites what the sums
+    hold. Leaves these products in flight and waits for those before."""
     sums, width = tile.mi * tile.q // 2, tile.q // 2
     kind = "f16.f16" if tile.half else "bf16.bf16"
     lines = [
-        ".reg .b32 s;",
+        ".reg .pred more;",
+        ".reg .b32 s, t;",
         ".reg .b64 from, p, q;",
+        f"setp.lt.u32 more, ${2 * sums}, {tile.first};",
+        f"and.b32 t, ${2 * sums}, {tile.first - 1};",
         "mov.u32 s, global_smem;",
-        f"mad.lo.u32 s, ${2 * sums}, {tile.stage_bytes}, s;",
+        f"mad.lo.u32 s, t, {tile.stage_bytes}, s;",
         "shr.u32 s, s, 4;",
         "and.b32 s, s, 0x3fff;",
         "cvt.u64.u32 from, s;",
@@ -111,9 +115,8 @@ def product_text(tile: "Tile", owner: int) -> str:
             first = (0 if tile.pingpong else owner * tile.mi) + i
             regs = ", ".join(f"${i * width + r}" for r in range(width))
             lines.append(f"add.u64 p, from, {(first * 64 * ROW + k * 32) >> 4};")
-            lines.append(
-                f"wgmma.mma_async.sync.aligned.m64n{tile.q}k16.f32.{kind} {{{regs}}}, p, q, 1, 1, 1, 0, 0;"
-            )
+            operands = f"{{{regs}}}, p, q, {'1' if k else 'more'}, 1, 1, 0, 0"
+            lines.append(f"wgmma.mma_async.sync.aligned.m64n{tile.q}k16.f32.{kind} {operands};")
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;"]
     return "\n".join(("{", *lines, "}"))
 
@@ -140,8 +143,15 @@ class Tile:
     stages: int
     half: bool = False
 
+    #: the function that PTX knows the parameters of
+    kernel: ClassVar[str] = "gemm_pitch"
+    #: what tells the number of a tile's first stage apart
+    first: ClassVar[int] = 256
+    #: what a block's share of an operand's rows is a multiple of
+    share: ClassVar[int] = 8
+
     @classmethod
-    def of(cls, tile: Any, cluster: Any, stages: int, half: bool = False) -> "Tile":
+    def of(cls, tile: Any, cluster: Any, stages: int, half: bool = False) -> Self:
         """From a config's names."""
         size, _, schedule = str(tile).partition(" ")
         (bm, bn), (cm, cn) = ([int(x) for x in s.split("x")] for s in (size, str(cluster)))
@@ -183,9 +193,14 @@ class Tile:
         return self.p // 64 // self.owners
 
     @property
+    def piece(self) -> int:
+        """Columns of a piece of sums: half as many a thread."""
+        return 8 if self.q % 16 else 16
+
+    @property
     def pieces(self) -> int:
-        """Pieces of a warpgroup's sums: of [64, 16], those of the first 64 rows first."""
-        return self.mi * self.q // PIECE
+        """Pieces of a warpgroup's sums, those of the first 64 rows first."""
+        return self.mi * self.q // self.piece
 
     @property
     def box_a(self) -> int:
@@ -247,7 +262,7 @@ class Tile:
     def younger(self) -> tuple[int, ...]:
         """How many stores may be in flight when a chunk's buffer is written, for each of a tile's chunks:
         those of the chunks since the buffer's last. A tile's first chunk waits for the tile before."""
-        issued = [width // self.box_q for _, width in self.chunks] * self.mi
+        issued = [common.cdiv(width, self.box_q) for _, width in self.chunks] * self.mi
         return tuple(
             sum(issued[:n]) if n < self.buffers else sum(issued[n - self.buffers + 1 : n])
             for n in range(len(issued))
@@ -263,8 +278,8 @@ class Tile:
         sums = self.mi * self.q // 2
         if sums > (96 if self.consumers == 3 else 192):
             return f"{sums} sums a thread do not fit its registers"
-        if self.bm % self.cn or self.bn % self.cm or self.box_a % 8 or self.box_b % 8:
-            return f"shares of a {self.bm}x{self.bn} tile are not whole swizzle atoms of 8 rows"
+        if self.bm % (self.cn * self.share) or self.bn % (self.cm * self.share):
+            return f"shares of a {self.bm}x{self.bn} tile are no multiples of {self.share} rows"
         if self.buffers < 1:
             return f"{self.stages} stages of {self.stage_bytes} bytes leave no room for C"
         if replace(self, stages=self.stages + 2).buffers >= 1 and self.stages < 5:

@@ -43,32 +43,34 @@ SIZES = ("k", "tiles_m", "tiles_n", "stride", "tail", "long", "short", "last", "
 @builtin
 def multiply(sums, stage, text, marks, _semantic=None):
     """The sums after a text that takes them and a number."""
+    pack = sums[0].type.shape[1] // 2
     return gl.inline_asm_elementwise(
-        text, marks, [*sums, stage], [gl.float32] * len(sums), False, host.PIECE // 2, _semantic=_semantic
+        text, marks, [*sums, stage], [gl.float32] * len(sums), False, pack, _semantic=_semantic
     )
 
 
 @gluon.jit
-def blank(COUNT: gl.constexpr):
-    """COUNT pieces of sums, zero."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])
-    zero = gl.zeros([64, 16], gl.float32, layout)
+def blank(COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    """COUNT pieces of sums, WIDTH columns each, zero."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    zero = gl.zeros([64, WIDTH], gl.float32, layout)
     if COUNT == 1:
         out = (zero,)
     else:
-        out = blank(COUNT - 1) + (zero,)
+        # by halves: the compiler recurses
+        out = blank(COUNT // 2, WIDTH) + blank(COUNT - COUNT // 2, WIDTH)
     return out
 
 
 @gluon.jit
-def joined(sums, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT pieces side by side, [64, 16 · COUNT]."""
+def joined(sums, FIRST: gl.constexpr, COUNT: gl.constexpr, LAST: gl.constexpr, WIDTH: gl.constexpr):
+    """COUNT pieces of WIDTH columns side by side, [64, WIDTH · COUNT]; LAST stands for what follows it."""
     if COUNT == 1:
-        out = sums[FIRST]
+        out = sums[FIRST if FIRST < LAST else LAST]
     else:
-        left = joined(sums, FIRST, COUNT // 2)
-        right = joined(sums, FIRST + COUNT // 2, COUNT // 2)
-        out = gl.join(left, right).permute([0, 2, 1]).reshape([64, 16 * COUNT])
+        left = joined(sums, FIRST, COUNT // 2, LAST, WIDTH)
+        right = joined(sums, FIRST + COUNT // 2, COUNT // 2, LAST, WIDTH)
+        out = gl.join(left, right).permute([0, 2, 1]).reshape([64, WIDTH * COUNT])
     return out
 
 
@@ -116,7 +118,7 @@ def store_chunk(
     BOXES: gl.constexpr = WIDTH // t.box_q
     # only stores from other buffers than this one may still be under way
     YOUNGER: gl.constexpr = t.younger[TURN]
-    x = joined(sums, (I * t.q + FIRST) // 16, WIDTH // 16).to(c.dtype)
+    x = joined(sums, (I * t.q + FIRST) // 16, WIDTH // 16, t.pieces, 16).to(c.dtype)
     tma.store_wait(YOUNGER)
     if t.swapped:
         chunks.index(BUFFER).slice(0, WIDTH).store(x.permute([1, 0]))
@@ -132,9 +134,13 @@ def store_chunk(
 
 
 @gluon.jit
-def consume(c, chunks, boxes, work, steps, OWNER: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr):
+def consume(
+    c, chunks, boxes, work, steps,
+    OWNER: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
     """Multiplies the OWNER-th share of each tile, or every second tile: one step's products stay in flight
-    while the next is waited for, then the stage before is released to all blocks that write it."""
+    while the next is waited for, then the stage before is released to all blocks that write it. STORE is
+    ``store_chunk`` or does what it does."""
     t: gl.constexpr = T.value
     BLOCKS: gl.constexpr = t.cm * t.cn
     FULL: gl.constexpr = wait_text(t.barriers)
@@ -142,7 +148,7 @@ def consume(c, chunks, boxes, work, steps, OWNER: gl.constexpr, T: gl.constexpr,
     MY_TURN: gl.constexpr = wait_text(t.barriers + 16 * t.stages)
     YOUR_TURN: gl.constexpr = arrive_text(1, t.barriers + 16 * t.stages)
     PRODUCT: gl.constexpr = product_text(t, OWNER)
-    PRODUCT_MARKS: gl.constexpr = constraints(t, 8)
+    PRODUCT_MARKS: gl.constexpr = constraints(t, t.piece // 2)
     TURNS: gl.constexpr = 2 if t.pingpong else 1
     MI: gl.constexpr = t.mi
     CHUNKS: gl.constexpr = len(t.chunks)
@@ -156,24 +162,10 @@ def consume(c, chunks, boxes, work, steps, OWNER: gl.constexpr, T: gl.constexpr,
         begin += OWNER * clusters
         it += OWNER * steps
         turn += 1 - OWNER
+    # once: a tile's first product overwrites the sums of the one before
+    sums = blank(t.pieces, t.piece)
     for tile in range(begin, work[1] * work[2], TURNS * clusters):
-        if t.pingpong:
-            # a parity only tells odd from even: look at the ring once the other has gone past
-            act(MY_TURN, OWNER, turn & 1)
-            turn += 1
-        sums = blank(t.pieces)
-        for s in range(steps):
-            stage = it % t.stages
-            act(FULL, stage, it // t.stages & 1)
-            sums = multiply(sums, stage, PRODUCT, PRODUCT_MARKS)
-            if s > 0:
-                act(RELEASE, (it + t.stages - 1) % t.stages, 0)
-            it += 1
-        if t.pingpong:
-            act(YOUR_TURN, 1 - OWNER, 0)
-        sums = multiply(sums, it, "wgmma.wait_group.sync.aligned 0;", PRODUCT_MARKS)
-        act(RELEASE, (it + t.stages - 1) % t.stages, 0)
-        it += (TURNS - 1) * steps
+        # first of all: behind the products its divisions would hold up the other warpgroup's turn
         cls, row, _first, j = place(tile, work, t.bm * t.cm, GROUP)
         col = j * (t.bn * t.cn)
         if t.cm > 1:
@@ -185,36 +177,49 @@ def consume(c, chunks, boxes, work, steps, OWNER: gl.constexpr, T: gl.constexpr,
                 col += OWNER * t.mi * 64
             else:
                 row += OWNER * t.mi * 64
+        if t.pingpong:
+            # a parity only tells odd from even: look at the ring once the other has gone past
+            act(MY_TURN, OWNER, turn & 1)
+            turn += 1
+        for s in range(steps):
+            stage = it % t.stages
+            act(FULL, stage, it // t.stages & 1)
+            sums = multiply(sums, stage + (t.first if s == 0 else 0), PRODUCT, PRODUCT_MARKS)
+            if s > 0:
+                act(RELEASE, (it + t.stages - 1) % t.stages, 0)
+            it += 1
+        if t.pingpong:
+            act(YOUR_TURN, 1 - OWNER, 0)
+        sums = multiply(sums, it, "wgmma.wait_group.sync.aligned 0;", PRODUCT_MARKS)
+        act(RELEASE, (it + t.stages - 1) % t.stages, 0)
+        it += (TURNS - 1) * steps
         for i in gl.static_range(MI):
             for n in gl.static_range(CHUNKS):
-                store_chunk(c, sums, chunks, boxes, cls, row, col, T, OWNER, i, n)
+                STORE(c, sums, chunks, boxes, cls, row, col, T, OWNER, i, n)
     tma.store_wait(0)
     value(sync_text(BLOCKS))
 
 
 @gluon.jit
-def gemm_pitch(
-    a, b, c, k, tiles_m, tiles_n, stride, tail, long, short, last, steps, T: gl.constexpr, GROUP: gl.constexpr
-):
-    """a [classes, rows, k], b [1, n, k] and c [classes, rows, n] are descriptors, T is a ``_pitch.Tile``. All
-    shared memory is one allocation, so that the PTX knows where its parts lie: ring, staged C, barriers."""
+def start(c, one, work, steps, T: gl.constexpr, GROUP: gl.constexpr, STORE: gl.constexpr):
+    """Starts the warpgroups; c is for STORE, ``one`` a descriptor of C. All shared memory is one allocation,
+    so that the PTX knows where its parts lie: ring, staged C, barriers."""
     t: gl.constexpr = T.value
     pool = gl.allocate_shared_memory(
-        a.dtype, [t.barriers // 1024 + 1, 8, 64], gl.NVMMASharedLayout(128, 16, 2)
+        one.dtype, [t.barriers // 1024 + 1, 8, 64], gl.NVMMASharedLayout(128, 16, 2)
     )
     # a chunk of 64 x 64, and the same as boxes that lie one after the other
     layout: gl.constexpr = gl.NVMMASharedLayout(2 * t.store_box[1], 16, 2)
     COUNT: gl.constexpr = t.consumers * t.buffers
     BOXES: gl.constexpr = COUNT * (64 // t.box_q)
-    chunks = part(pool, t.ring, t.barriers, c.dtype, [COUNT, 64, 64], layout)
-    boxes = part(pool, t.ring, t.barriers, c.dtype, [BOXES, 1, t.store_box[0], t.store_box[1]], c.layout)
-    work = (k, tiles_m, tiles_n, stride, tail, long, short, last)
+    chunks = part(pool, t.ring, t.barriers, one.dtype, [COUNT, 64, 64], layout)
+    boxes = part(pool, t.ring, t.barriers, one.dtype, [BOXES, 1, t.store_box[0], t.store_box[1]], one.layout)
     value(init_text(t))
     if t.consumers == 2:
         gl.warp_specialize(
             [
-                (consume, (c, chunks, boxes, work, steps, 0, T, GROUP)),
-                (consume, (c, chunks, boxes, work, steps, 1, T, GROUP)),
+                (consume, (c, chunks, boxes, work, steps, 0, T, GROUP, STORE)),
+                (consume, (c, chunks, boxes, work, steps, 1, T, GROUP, STORE)),
                 (produce, (work, steps, T, GROUP)),
             ],
             [4, 4],
@@ -224,14 +229,23 @@ def gemm_pitch(
         gl.static_assert(t.consumers == 3)
         gl.warp_specialize(
             [
-                (consume, (c, chunks, boxes, work, steps, 0, T, GROUP)),
-                (consume, (c, chunks, boxes, work, steps, 1, T, GROUP)),
-                (consume, (c, chunks, boxes, work, steps, 2, T, GROUP)),
+                (consume, (c, chunks, boxes, work, steps, 0, T, GROUP, STORE)),
+                (consume, (c, chunks, boxes, work, steps, 1, T, GROUP, STORE)),
+                (consume, (c, chunks, boxes, work, steps, 2, T, GROUP, STORE)),
                 (produce, (work, steps, T, GROUP)),
             ],
             [4, 4, 4],
             [t.consumer_regs, t.consumer_regs, t.producer_regs],
         )
+
+
+@gluon.jit
+def gemm_pitch(
+    a, b, c, k, tiles_m, tiles_n, stride, tail, long, short, last, steps, T: gl.constexpr, GROUP: gl.constexpr
+):
+    """a [classes, rows, k], b [1, n, k] and c [classes, rows, n] are descriptors, T is a ``_pitch.Tile``."""
+    work = (k, tiles_m, tiles_n, stride, tail, long, short, last)
+    start(c, c, work, steps, T, GROUP, store_chunk)
 
 
 def static(case: Case, config: Config) -> Static:
@@ -265,20 +279,21 @@ def source(static: Static, arch: str) -> TritonSource:
     )
 
 
+def view(tensor: Any, count: int, stride: int, height: int, block: tuple[int, int]) -> Any:
+    """The descriptor of ``count`` classes of ``height`` rows, ``stride`` rows from one to the next."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    pitch = tensor.shape[1]
+    shape, strides = [count, height, pitch], [pitch, stride * pitch, 1]
+    layout = gl.NVMMASharedLayout(2 * block[1], 16, 3)
+    return TensorDescriptor(tensor, shape, strides, [1, *block], layout)
+
+
 def bind(
     module: Any, case: Case, config: Config, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> Call:
     """Descriptors over classes of rows, and as many clusters as fit, or fewer where tiles are fewer."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     tile, rows = host.plan(_sizes(case), config)
-
-    def view(tensor: Any, count: int, stride: int, height: int, block: tuple[int, int]) -> Any:
-        pitch = tensor.shape[1]
-        shape, strides = [count, height, pitch], [pitch, stride * pitch, 1]
-        layout = gl.NVMMASharedLayout(2 * block[1], 16, 3)
-        return TensorDescriptor(tensor, shape, strides, [1, *block], layout)
-
     a, b, c = inputs["a"], inputs["b"], outputs["c"]
     by_class = (rows.count, rows.stride, rows.height)
     maps = (
@@ -354,16 +369,8 @@ def seeds(case: Case) -> Sequence[Config]:
 
     tiles, strides = others("tile", ()), others("stride", ("tile", "cluster"))
     clusters = others("cluster", ("tile",))
-    order = [
-        best,
-        *tiles[:1],
-        *strides[:1],
-        *clusters[:1],
-        *tiles[1:4],
-        *strides[1:],
-        *clusters[1:],
-        *tiles[4:],
-    ]
+    order = [best, *tiles[:1], *strides[:1], *clusters[:1]]
+    order += [*tiles[1:4], *strides[1:], *clusters[1:], *tiles[4:]]
     order += common.ranked(ranked, lambda c: cost(case, c), lambda c: (c["tile"], c["stride"]), 8)
     return list({tuple(c.items()): c for c in order}.values())
 

@@ -2,9 +2,9 @@
 not, or waits for ever, ends this process and no other.
 
 ``launch.py JOB``, a JSON file with ``library``; ``arrays``, files, of which the last is the output; ``maps``,
-a tensor map of each in hex, whose first eight bytes are for the array's address; ``shape``, grid, cluster,
-threads and shared memory; ``numbers``, the kernel's integers; ``seeds``, of one launch each. What the launch
-with seed 3 leaves in the output is in ``out.3`` beside the job.
+tensor maps in hex, whose first eight bytes are for the address of an array: of each in order, or of those
+that ``of`` numbers; ``shape``, grid, cluster, threads and shared memory; ``numbers``, the kernel's integers;
+``seeds``, of one launch each. What the launch with seed 3 leaves in the output is ``out.3`` beside the job.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def main(job: Path) -> None:
     contents = [Path(name).read_bytes() for name in given["arrays"]]
     arrays = [ctypes.create_string_buffer(content, len(content)) for content in contents]
     maps = b"".join(
-        struct.pack("<Q", ctypes.addressof(array)) + bytes.fromhex(text)[8:]
-        for array, text in zip(arrays, given["maps"], strict=True)
+        struct.pack("<Q", ctypes.addressof(arrays[i])) + bytes.fromhex(text)[8:]
+        for i, text in zip(given.get("of", range(len(arrays))), given["maps"], strict=True)
     )
     raw = ctypes.create_string_buffer(len(maps) + 64)
     place = -(-ctypes.addressof(raw) // 64) * 64

@@ -44,7 +44,7 @@ void registers_up() {}
 inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
 
 inline void copy_box(const std::vector<Block*>& to, u32 dst, const TensorMap& map, u32 bar, std::array<int, 5> at) {
-    demand(dst % 1024 == 0, "a box does not begin on a swizzle atom");
+    demand(dst % 128 == 0, "a box does not begin on a row");  // the swizzle goes by the address
     std::array<int, 5> n{1, 1, 1, 1, 1}, i{};
     std::copy(map.box, map.box + map.rank, n.begin());
     const int total = n[0] * n[1] * n[2] * n[3] * n[4];

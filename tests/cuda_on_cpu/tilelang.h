@@ -14,6 +14,9 @@ struct __nv_bfloat162 { u16 x, y; };
 using half2 = __nv_bfloat162;
 inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {to_low(v.x), to_low(v.y)}; }
 inline half2 __float22half2_rn(float2 v) { return {to_low(v.x), to_low(v.y)}; }
+struct uint1 { u32 x; };
+template <class T>
+T __shfl_sync(u32 mask, T x, int lane, int) { return __shfl_sync(mask, x, lane); }
 inline u32 __pack_half2(u16 low, u16 high) { return low | u32(high) << 16; }
 
 constexpr u32 DYNAMIC = 2048;  // where dynamic shared memory begins: on 1024 bytes, as TileLang asks for
@@ -98,23 +101,26 @@ inline void load_later(const std::vector<Block*>& to, const CUtensorMap& map, Ba
 inline void tma_load(const CUtensorMap& map, Barrier& bar, const void* at, int x, int y, int z) {
     load_later({machine.current->block}, map, bar, at, {x, y, z});
 }
+inline void tma_load(const CUtensorMap& map, Barrier& bar, const void* at, int x, int y) {
+    tma_load(map, bar, at, x, y, 0);
+}
 inline void tma_load_multicast(const CUtensorMap& map, Barrier& bar, const void* at, uint16_t mask, int x, int y,
-                               int z) {
+                               int z = 0) {
     demand(mask == (1 << machine.cluster.size()) - 1, "a multicast to another cluster");
     load_later(machine.cluster, map, bar, at, {x, y, z});
 }
 
 inline void write_box(Block* block, u32 src, const TensorMap& map, std::array<int, 3> at) {
     demand(src % 1024 == 0, "a box does not begin on a swizzle atom");
-    for (int y = 0, e = 0; y < map.box[1]; ++y)
-        for (int x = 0; x < map.box[0]; ++x, ++e) {
+    for (int y = 0; y < map.box[1]; ++y)
+        for (int x = 0; x < map.box[0]; ++x) {  // a row of a narrower box takes 128 bytes too
             const long i = at[0] + x, j = at[1] + y;
             if (i < map.size[0] && j < map.size[1] && at[2] < map.size[2])
                 *reinterpret_cast<u16*>(map.base + i * map.stride[0] + j * map.stride[1] + at[2] * map.stride[2]) =
-                    *reinterpret_cast<const u16*>(shared_byte(block, swizzled(src + 2 * e)));
+                    *reinterpret_cast<const u16*>(shared_byte(block, swizzled(src + 128 * y + 2 * x)));
         }
 }
-inline void tma_store(const CUtensorMap& map, const void* at, int x, int y, int z) {
+inline void tma_store(const CUtensorMap& map, const void* at, int x, int y, int z = 0) {
     Block* const block = machine.current->block;
     const u32 src = smem_address(at);
     stores[machine.current].open.push_back([=] { write_box(block, src, map, {x, y, z}); });
@@ -134,6 +140,7 @@ void tma_store_wait() {
     stores[machine.current].leave(PENDING);
 }
 
+inline void ptx_stmatrix_m8n8_x2(const void* at, u32 a, u32 b) { store_matrices<2>(smem_address(at), {a, b}, false); }
 inline void ptx_stmatrix_m8n8_x4(const void* at, u32 a, u32 b, u32 c, u32 d) {
     store_matrices<4>(smem_address(at), {a, b, c, d}, false);
 }

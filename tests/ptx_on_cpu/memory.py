@@ -15,12 +15,14 @@ U32 = np.uint32
 
 @dataclass
 class TensorMap:
-    """A tensor map over 16-bit elements: sizes, strides (elements) and box, the innermost last."""
+    """A tensor map over 16-bit elements: sizes, strides (elements) and box, the innermost last. ``swizzle``:
+    bytes of its pattern, by which rows lie apart in shared memory; 0 for as many as a box's row has."""
 
     data: np.ndarray
     shape: Sequence[int]
     strides: Sequence[int]
     box: Sequence[int]
+    swizzle: int = 0
 
     def cells(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Offsets of a box's elements [rows, columns], and which of them lie inside."""
@@ -31,8 +33,8 @@ class TensorMap:
         return z * self.strides[0] + rows[:, None] * self.strides[1] + columns[None, :], inside
 
     def places(self, start: int) -> np.ndarray:
-        """Shared-memory addresses of a box's elements, swizzled by the width of its rows."""
-        width = self.box[2] * 2
+        """Shared-memory addresses of a box's elements, swizzled."""
+        width = self.swizzle or self.box[2] * 2
         at = start + np.arange(self.box[1])[:, None] * width + np.arange(self.box[2])[None, :] * 2
         return at ^ (at >> 3 & {128: 0x70, 64: 0x30, 32: 0x10}[width])
 

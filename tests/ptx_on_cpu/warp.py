@@ -419,7 +419,11 @@ class Warp:
         a = self.operand(self.one(it.args[1]), self.number % 4 * 16 + np.arange(16))
         b = self.operand(self.one(it.args[2]), np.arange(n))
         product = a @ b.T
+        # scale-d: whether the sums are added to, or overwritten
+        adds = it.args[3] == "1" or bool(self.get(it.args[3], bool).all())
         for i, name in enumerate(names):
             row, column = LANES // 4 + 8 * (i // 2 % 2), i // 4 * 8 + LANES % 4 * 2 + i % 2
-            sums = self.get(name).view(np.float32) + product[row, column]
+            sums = product[row, column]
+            if adds:
+                sums = sums + self.get(name).view(np.float32)
             self.registers[name] = sums.astype(np.float32).view(U32)
