@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
 
 from dsl_bench import check, fence, jobs, observe, registry, standing, timing
@@ -32,6 +31,8 @@ from dsl_bench.workload import Case, Workload
 VENDOR_LEEWAY = 2.0
 #: the share of the device's memory that a kernel has to leave to others
 LEAST_FREE = 0.05
+#: rounds of a final's cold race, at least
+FINAL_ROUNDS = 7
 #: verdicts that mean something else where the same call held before it was timed
 WRONG = ("incorrect", "nonfinite", "unwritten", "mutated_input")
 
@@ -328,8 +329,8 @@ class Bench:
             return self.verdict(base, fault)
         return msgspec.structs.replace(base, median_ns=median, n=n, accuracy=[accuracy])
 
-    def final(self, job: jobs.FinalJob) -> list[float]:
-        """Medians in ns of the racers, call by call against each other in the sustained regime."""
+    def final(self, job: jobs.FinalJob) -> tuple[list[float], list[float]]:
+        """Medians in ns of the racers, against each other in the cold and in the sustained regime."""
         case = from_ref(job.case)
         arena = self.arena(self.shelf.workload(job.workload), case, job.seed)
         bound = []
@@ -337,11 +338,12 @@ class Bench:
             self.send(Progress(f"final of {racer.choice.kernel} on {case.name}", index))
             bound.append(self.bind(arena, racer, index))
         self.draw(arena, AFTER_BIND, "normal")
+        runs, seconds, seed = [b.runs() for b in bound], job.seconds, job.seed
+        self.send(Progress(f"racing {len(bound)} finalists on {case.name}"))
         with self.watch("time"):
-            result = timing.race_sustained(
-                [b.runs() for b in bound], seconds=job.seconds, seed=job.seed, warm=0.2
-            )
-        return [float(np.median(row)) for row in result.samples]
+            cold = timing.race_cold(runs, seconds=seconds, seed=seed, min_rounds=FINAL_ROUNDS)
+            load = timing.race_sustained(runs, seconds=seconds, seed=seed, warm=0.2)
+        return cold.medians, load.medians
 
     # -- the profiler ---------------------------------------------------------------------------------
 

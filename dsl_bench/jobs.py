@@ -225,7 +225,8 @@ class TrialsJob(msgspec.Struct, frozen=True, tag="trials"):
 
 
 class FinalJob(msgspec.Struct, frozen=True, tag="final"):
-    """Race near-ties of one contender against each other, to settle which one it sends."""
+    """Race near-ties of one contender against each other in both regimes, ``seconds`` each, to settle which
+    one it sends."""
 
     run_id: str
     workload: Origin

@@ -72,6 +72,11 @@ class RaceResult:
     proven: bool = False
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def medians(self) -> list[float]:
+        """ns of one call of each racer."""
+        return [float(statistics.median(row)) for row in self.samples]
+
 
 class _Settling:
     """Says when the clock has settled: the samples of three windows in turn have the same median."""

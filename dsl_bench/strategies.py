@@ -28,8 +28,8 @@ ROUND = 6
 #: relative distance to the best median within which a trial may still win: a quick trial meets the chip at
 #: its highest clocks, and under load configs of one kernel change places by some per cent
 REACH = 0.05
-#: what quick trials of one kernel scatter by
-SCATTER = 0.01
+#: what medians of a final's cold race scatter by
+SCATTER = 0.003
 #: how many of them race each other for the place, and how many near-ties the record keeps
 FINALISTS, KEPT = 8, 5
 
@@ -300,15 +300,15 @@ def finalists(results: Sequence[Result]) -> list[Result]:
     return near_ties(results, FINALISTS, REACH)
 
 
-def final_order(bursts: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """Finalists' numbers, best first, by the worse of what each loses to the fastest in its short trial and
-    under load: a report counts a case at its lower regime. Trials scatter, so SCATTER of a loss there is
-    free. ``bursts`` and ``loads`` are medians in one unit; equal losses are ordered by the load."""
-    fastest, steadiest = min(bursts), min(loads)
+def final_order(colds: Sequence[float], loads: Sequence[float]) -> list[int]:
+    """Finalists' numbers, best first, by the worse of what each loses to the fastest of the cold and of the
+    sustained race: a report counts a case at its lower regime. SCATTER of a cold loss is free. ``colds`` and
+    ``loads`` are medians in one unit; equal losses are ordered by the load."""
+    fastest, steadiest = min(colds), min(loads)
 
     def loss(number: int) -> tuple[float, float]:
-        burst, load = bursts[number] / fastest - 1 - SCATTER, loads[number] / steadiest - 1
-        return max(burst, load), load
+        cold, load = colds[number] / fastest - 1 - SCATTER, loads[number] / steadiest - 1
+        return max(cold, load), load
 
     return sorted(range(len(loads)), key=loss)
 

@@ -317,8 +317,8 @@ class Tuner:
         outcome = self.session.on_device(job, self.session.sink.write)
         if outcome.done is None:
             return choices, 0.0
-        medians: list[float] = done_value(outcome.done, list[float])
-        order = strategies.final_order([c.median_ns or 0.0 for c in choices], medians)
+        cold, medians = done_value(outcome.done, tuple[list[float], list[float]])
+        order = strategies.final_order(cold, medians)
         ranked = [msgspec.structs.replace(choices[i], median_ns=medians[i]) for i in order]
         return ranked, medians[0] / medians[order[0]] - 1.0
 

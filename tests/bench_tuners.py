@@ -346,8 +346,8 @@ def race(
         )
         if outcome.done is None:
             raise SystemExit(f"the answers could not race: {outcome.refused}")
-        medians: list[float] = done_value(outcome.done, list[float])
-        return medians
+        _, loads = done_value(outcome.done, tuple[list[float], list[float]])
+        return loads
 
 
 # -- the whole --------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class FakeSession:
         if isinstance(job, jobs.FinalJob):
             medians = [time_of(r.choice.config) for r in job.racers]
             self.ran += [("final", json.dumps(r.choice.config), 0.0) for r in job.racers]
-            return Outcome(done=Done(msgspec.Raw(msgspec.json.encode(medians))))
+            return Outcome(done=Done(msgspec.Raw(msgspec.json.encode((medians, medians)))))
         for index, racer in enumerate(job.racers):
             c = racer.choice
             act = self.acts(c.config)
