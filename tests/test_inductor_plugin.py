@@ -50,7 +50,7 @@ def test_it_is_a_language_like_any_other(with_plugin: None, cli) -> None:
 
 def test_its_results_are_reported_like_any_others(with_plugin: None, cli, tmp_path: Path) -> None:
     """A recorded race with Triton's rows under the plugin's name: table, geomeans, page and plots."""
-    (recorded, *_) = sorted((ROOT / "results").rglob("*gemm-race.jsonl"))
+    (recorded, *_) = sorted((ROOT / "results").rglob("*gemm*-race-*.jsonl"))
     text = recorded.read_text().replace('"triton/', '"inductor/').replace('"triton"', '"inductor"')
     (tmp_path / "race.jsonl").write_text(text)
     rows = json.loads(cli("report", "-r", "race.jsonl", "--format", "json").stdout)
