@@ -45,8 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # who names a test wants all of it; workers of pytest-xdist are given the option of their parent
-    if config.args_source is pytest.Config.ArgsSource.ARGS and "PYTEST_XDIST_WORKER" not in os.environ:
+    # who names a test wants all of it; workers of pytest-xdist are given the same arguments
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
         config.option.all = True
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsl_bench.kernels.cuda import _pieces
-from dsl_bench.kernels.cuda._maps import device_ints, tiled_map
+from dsl_bench.kernels.cuda._maps import FETCHES, device_ints, tiled_map
 from dsl_bench.kernels.cuda._pieces import Lists, Piece, Span
 from dsl_bench.kernels.cuda._plan import SMEM_LIMIT, SMS, ranked, spread
 
@@ -36,9 +36,6 @@ READ_RATE, SM_RATE, LATENCY, START, JOIN_STEP = 4.4e12, 70e9, 1.0e-6, 4.0e-6, 0.
 #: ways to load, in the numbers of decode_loads.cuh: a warp for all by TMA, the left halves of a tile's tokens
 #: before the right ones; or each warp its own tiles by cp.async
 LOADS = {"halves": 0, "warp": 1}
-#: bytes that L2 fetches around what it misses; 0 leaves it to the hardware. 256 cost 4 to 6 % wherever memory
-#: decides
-FETCHES = (128, 0)
 #: how work is cut: as in _pieces.py for as many blocks as the GPU holds, or a piece a block, which the GPU
 #: deals out
 PLANS = (*_pieces.PLANS, "grid")
@@ -50,7 +47,8 @@ SPACE: dict[str, Sequence[Any]] = {
     "flight": (64, 96, 128, 192),
     "plan": PLANS,
     "load": tuple(LOADS),
-    "fetch": FETCHES,
+    # 256 cost 4 to 6 % wherever memory decides
+    "fetch": FETCHES[1:],
 }
 
 

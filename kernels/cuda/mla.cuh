@@ -25,6 +25,13 @@ struct Args {
     float scale;      // log2(e)/√576
 };
 
+// x, of which the compiler knows nothing: what depends on it is computed here and holds no register before.
+template <typename T>
+__device__ __forceinline__ T opaque(T x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Descriptor of B[16·n tokens][64·m columns] whose rows are tokens: 64-column tiles of 128-byte rows in the 128-byte
 // swizzle, `tile_bytes` from one tile to the next. Columns are the contiguous dimension ("MN-major"): the leading
 // offset is that between tiles, the stride offset that between 8 tokens (1024 bytes). Add 128 to step 16 tokens.

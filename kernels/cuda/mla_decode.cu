@@ -27,12 +27,6 @@ constexpr int OFFSET_BARRIERS = OFFSET_INVERSE + 2 * ROWS * 4;
 constexpr int BARRIERS = 2 * 7 + 2;
 static_assert(1024 + OFFSET_BARRIERS + 8 * BARRIERS <= SMEM_BYTES, "SMEM_BYTES is too small for this layout");
 
-// x, of which the compiler knows nothing: what depends on it is computed here and holds no register before.
-__device__ __forceinline__ u32 opaque(u32 x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
 struct Shared {
     u32 base;
     unsigned char* bytes;  // the same place

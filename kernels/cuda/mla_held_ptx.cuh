@@ -35,9 +35,3 @@ __device__ __forceinline__ void tma_multicast_3d(u32 dst, const TensorMap* map, 
 __device__ __forceinline__ void tma_prefetch(const TensorMap* map, int x, int y) {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
-
-// x, of which the compiler knows nothing: what depends on it is computed here and holds no register before.
-__device__ __forceinline__ int opaque(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}

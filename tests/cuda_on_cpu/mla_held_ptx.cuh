@@ -13,4 +13,3 @@ inline void tma_multicast_3d(u32 dst, const TensorMap* map, u32 bar, int x, int 
     copy_later(blocks_of(blocks), dst, map, bar, {x, y, z});
 }
 inline void tma_prefetch(const TensorMap*, int, int) {}
-inline int opaque(int x) { return x; }
