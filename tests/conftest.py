@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -151,6 +153,33 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
         )
 
     return call
+
+
+def _module(path: Path) -> ModuleType:
+    """A module or package of tests/, which is on no path."""
+    package = path.name == "__init__.py"
+    name = path.parent.name if package else f"{path.parent.name}_{path.stem}"
+    if name not in sys.modules:
+        places = [str(path.parent)] if package else None
+        spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
+        assert spec is not None
+        assert spec.loader is not None
+        # submodules and dataclasses look it up
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def ptx_on_cpu() -> ModuleType:
+    """Runs the PTX that Triton made."""
+    return _module(ROOT / "tests" / "ptx_on_cpu" / "__init__.py")
+
+
+@pytest.fixture(scope="session")
+def tilelang_on_cpu() -> ModuleType:
+    """Runs a GEMM that TileLang made."""
+    return _module(ROOT / "tests" / "cuda_on_cpu" / "generated.py")
 
 
 class Processes:

@@ -1,10 +1,7 @@
 """``triton/gemm_pitch``: what it assumes of its binary, and its PTX run on the CPU (``ptx_on_cpu/``)."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -31,20 +28,6 @@ def case(m: int, n: int, k: int) -> Case:
     return Case("gemm", f"{m}x{n}x{k}", {"m": m, "n": n, "k": k}, "bf16")
 
 
-def emulator() -> ModuleType:
-    folder = Path(__file__).with_name("ptx_on_cpu")
-    spec = importlib.util.spec_from_file_location(
-        "ptx_on_cpu", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # submodules and dataclasses look it up
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def config(tile: str, cluster: str, stages: int, stride: int = 1) -> dict:
     return {"tile": tile, "cluster": cluster, "stride": stride, "stages": stages, "group": 8}
 
@@ -56,12 +39,13 @@ def build(compiled, chosen: dict):
     return compiled("triton/gemm_pitch", gemm_pitch.static(case(4000, 4104, 4072), chosen))
 
 
-def product(ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, seed: int = 0):
+def product(
+    cpu: ModuleType, ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, seed: int = 0
+):
     """C of the kernel and as it should be, bits of bf16, by ``clusters`` clusters, of small integers."""
     import numpy as np
     from dsl_bench.kernels.triton import _pitch
 
-    cpu = emulator()
     (m, n, k), (tile, rows) = sizes, _pitch.plan(sizes, chosen)
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(-3, 4, (x, k)).astype(np.float32) for x in (m, n))
@@ -142,17 +126,23 @@ def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, compiled
     ],
 )
 def test_its_ptx_multiplies(
-    tile: str, cluster: str, stages: int, stride: int, sizes: tuple[int, int, int], compiled
+    tile: str,
+    cluster: str,
+    stages: int,
+    stride: int,
+    sizes: tuple[int, int, int],
+    ptx_on_cpu: ModuleType,
+    compiled,
 ) -> None:
     """Every element right, no deadlock, no operand or staged sum overwritten too early."""
     chosen = config(tile, cluster, stages, stride)
     artifact, _ = build(compiled, chosen)
-    got, want = product((artifact.folder / "kernel.ptx").read_text(), chosen, sizes, clusters=2)
+    got, want = product(ptx_on_cpu, (artifact.folder / "kernel.ptx").read_text(), chosen, sizes, clusters=2)
     assert (got == want).all()
 
 
 @pytest.mark.slow
-def test_the_emulator_sees_what_is_missing(compiled) -> None:
+def test_the_emulator_sees_what_is_missing(ptx_on_cpu: ModuleType, compiled) -> None:
     """Without releases the ring stands still; without a fence or a wait, bytes are read too early or late."""
     chosen, sizes = config("144x256 swapped", "2x1", 4), (300, 264, 520)
     ptx = (build(compiled, chosen)[0].folder / "kernel.ptx").read_text()
@@ -164,7 +154,7 @@ def test_the_emulator_sees_what_is_missing(compiled) -> None:
         broken = re.sub(pattern, instead, ptx)
         assert broken != ptx
         with pytest.raises(AssertionError, match=fault):
-            product(broken, chosen, sizes, clusters=1)
+            product(ptx_on_cpu, broken, chosen, sizes, clusters=1)
 
 
 def test_tiles_are_staged_whole() -> None:

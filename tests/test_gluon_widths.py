@@ -1,10 +1,7 @@
 """``triton/gemm_widths``: what it assumes of its binary, its PTX on the CPU (``ptx_on_cpu/``), choices."""
 
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,20 +29,6 @@ def case(m: int, n: int, k: int) -> Case:
     return Case("gemm", f"{m}x{n}x{k}", {"m": m, "n": n, "k": k}, "bf16")
 
 
-def emulator() -> ModuleType:
-    folder = Path(__file__).with_name("ptx_on_cpu")
-    spec = importlib.util.spec_from_file_location(
-        "ptx_on_cpu", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # submodules and dataclasses look it up
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def config(tile: str, cluster: str, buffers: int = 1) -> dict:
     return {"tile": tile, "cluster": cluster, "buffers": buffers, "group": 16}
 
@@ -57,12 +40,13 @@ def build(compiled, chosen: dict):
     return compiled("triton/gemm_widths", gemm_widths.static(case(4096, 4096, 4096), chosen))
 
 
-def product(ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, seed: int = 0):
+def product(
+    cpu: ModuleType, ptx: str, chosen: dict, sizes: tuple[int, int, int], clusters: int, seed: int = 0
+):
     """C of the kernel and as it should be, bits of bf16, by ``clusters`` clusters, of small integers."""
     import numpy as np
     from dsl_bench.kernels.triton import gemm_widths
 
-    cpu = emulator()
     (m, n, k), tile = sizes, gemm_widths.tile_of(chosen)
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(-3, 4, (x, k)).astype(np.float32) for x in (m, n))
@@ -146,11 +130,13 @@ def test_the_binary_is_as_planned(tile: str, cluster: str, stages: int, compiled
         pytest.param("128x208 coop", "2x1", (250, 432, 320), marks=pytest.mark.slow),
     ],
 )
-def test_its_ptx_multiplies(tile: str, cluster: str, sizes: tuple[int, int, int], compiled) -> None:
+def test_its_ptx_multiplies(
+    tile: str, cluster: str, sizes: tuple[int, int, int], ptx_on_cpu: ModuleType, compiled
+) -> None:
     """Every element right, no deadlock, no operand or staged sum overwritten too early."""
     chosen = config(tile, cluster)
     artifact, _ = build(compiled, chosen)
-    got, want = product((artifact.folder / "kernel.ptx").read_text(), chosen, sizes, clusters=2)
+    got, want = product(ptx_on_cpu, (artifact.folder / "kernel.ptx").read_text(), chosen, sizes, clusters=2)
     assert (got == want).all()
 
 

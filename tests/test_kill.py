@@ -26,7 +26,7 @@ PLUGIN = HERE / "wrong_kernels" / "slow.py"
 CASES = ("m=16,n=32,k=16,dtype=fp16", "m=17,n=33,k=16,dtype=fp16")
 KERNELS = 60
 #: moments at which the parent is killed, in all
-MOMENTS = 16
+MOMENTS = 30
 
 Slot = tuple[str, str]
 

@@ -7,12 +7,7 @@ would hang there ends with a list of the barriers.
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
-import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +92,7 @@ RUNS = [
 )
 def test_binary_and_code(
     pitch: Any,
+    tilelang_on_cpu: Any,
     compiled: Any,
     config: dict[str, Any],
     sizes: tuple[int, int, int],
@@ -114,81 +110,30 @@ def test_binary_and_code(
     assert "threadIdx.x) < 256)" not in text, "a chunk of C belongs to some of its threads only"
     if not shutil.which("g++"):
         pytest.skip("no g++")
-    run_on_cpu(pitch, artifact, config, case_of(*sizes, dtype), sms, tmp_path)
+    run_on_cpu(tilelang_on_cpu, pitch, artifact, config, case_of(*sizes, dtype), sms, tmp_path)
 
 
-def cpu_map(tensor: Any, rows: tuple[int, int, int], box: tuple[int, int]) -> bytes:
-    """What cuda_on_cpu takes for ``by_class``, without the address."""
-    (count, stride, height), length = rows, tensor.shape[1]
-    sizes = (length, height, count, 1, 1)
-    strides = (2, stride * length * 2, length * 2, 0, 0)
-    numbers = (*sizes, *strides, box[1], box[0], 1, 1, 1)
-    return struct.pack("<Qi4x5q5q5i4x", 0, 3, *numbers).ljust(128, b"\0")
-
-
-def cpu_library(text: str, dtype: str, folder: Path) -> list[str]:
-    """Makes the generated kernel a shared library, cpu.so; returns the names of its parameters in order."""
-    names = re.findall(r"(\w+)(?=[,)])", re.search(r"gemm_kernel\((.*?)\) \{", text).group(1) + ")")
-    body = "\n".join(x for x in text.splitlines() if not x.startswith("#include"))
-    body = re.sub(r"extern __shared__ .*\[\];", "unsigned char* const buf_dyn_shmem = tl_dynamic();", body)
-    for i, name in enumerate(re.findall(r"auto (\w+) = reinterpret_cast<Barrier\*>", body)):
-        body = body.replace(f"reinterpret_cast<Barrier*>({name}_mem)", f"tl_barriers({i})")
-    given = ", ".join(
-        f"maps[{'abc'.index(x[0])}]" if x.endswith("_desc") else f"numbers[{i}]" for i, x in enumerate(names)
-    )
-    body = f'#define BF16 {int(dtype == "bf16")}\n#include "tilelang.h"\n#define __align__(x)\n{body}\n' + (
-        'extern "C" void run(int grid, int cluster, int threads, int smem, int seed, TensorMap* maps, '
-        "int* numbers) {\n    stores.clear();\n"
-        f"    run_grid(grid, cluster, threads, smem, seed, [=] {{ gemm_kernel({given}); }});\n"
-        "    for (const auto& [fiber, q] : stores)\n"
-        '        demand(q.groups.empty() && q.open.empty(), "a store is left");\n'
-        "}\n"
-    )
-    for file in CPU.iterdir():
-        shutil.copy(file, folder)
-    (folder / "kernel.cpp").write_text(body)
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-o", "cpu.so"]
-    done = subprocess.run(
-        ["g++", *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:3000]
-    return names
-
-
-def run_on_cpu(pitch: Any, artifact: Any, config: dict[str, Any], case: Any, sms: int, folder: Path) -> None:
+def run_on_cpu(
+    cpu: Any, pitch: Any, artifact: Any, config: dict[str, Any], case: Any, sms: int, to: Path
+) -> None:
     """One launch for each of two seeds, against a product in fp64."""
-    torch = pytest.importorskip("torch")
-    names = cpu_library((artifact.folder / "kernel.cu").read_text(), case.dtype, folder)
-    m, n, k = case["m"], case["n"], case["k"]
-    generator = torch.Generator().manual_seed(3)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
-    a, b = (torch.randn((x, k), generator=generator).to(kind) for x in (m, n))
-    c = torch.full((m, n), float("nan"), dtype=kind)
+    pytest.importorskip("torch")
+    n, k = case["n"], case["k"]
     blocks, band, *rest = pitch.arguments(case, config, sms)
     order = ("rows", "stride", "height", "tail", "longer", "shorter", "last", "steps")
-    values = {"m": m, "n": n, "k": k, "blocks": blocks, "band": band, **dict(zip(order, rest, strict=True))}
+    values = {"blocks": blocks, "band": band, **dict(zip(order, rest, strict=True))}
     shape, (tall, wide) = pitch.Shape.of(config["tile"]), pitch.cluster_of(config["cluster"])
+
+    def by_class(length: int, rows: tuple[int, int, int], height: int) -> bytes:
+        count, stride, rows_of_class = rows
+        strides = (2, stride * length * 2, length * 2)
+        return cpu.tensor_map((length, rows_of_class, count), strides, (64, height))
+
     rows = (values["stride"] + values["tail"], values["stride"], values["height"])
     share = shape.bm // wide
-    boxes = ((share // (2 if share > 256 else 1), 64), (shape.bn // tall, 64))
-    maps = [cpu_map(a, rows, boxes[0]), cpu_map(b, (1, 1, n), boxes[1])]
-    maps.append(cpu_map(c, rows, (shape.width if shape.swap else shape.bm, 64)))
-    for name, tensor in (("a", a), ("b", b), ("c", c)):
-        (folder / name).write_bytes(tensor.view(torch.int16).numpy().tobytes())
-    job = {
-        "library": str(folder / "cpu.so"),
-        "arrays": [str(folder / name) for name in "abc"],
-        "maps": [x.hex() for x in maps],
-        "shape": [blocks, tall * wide, artifact.meta["threads"], artifact.meta["smem"] + 2048],
-        "numbers": [values.get(x, 0) for x in names],
-        "seeds": [1, 2],
+    maps = {
+        "a_desc": ("a", by_class(k, rows, share // (2 if share > 256 else 1))),
+        "b_desc": ("b", by_class(k, (1, 1, n), shape.bn // tall)),
+        "c_desc": ("c", by_class(n, rows, shape.width if shape.swap else shape.bm)),
     }
-    (folder / "job.json").write_text(json.dumps(job))
-    launch = [sys.executable, str(CPU / "launch.py"), str(folder / "job.json")]
-    done = subprocess.run(launch, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
-    want = a.double() @ b.double().T
-    for seed in job["seeds"]:
-        got = torch.frombuffer(bytearray((folder / f"out.{seed}").read_bytes()), dtype=kind).view(m, n)
-        error = (got.double() - want).abs().max()
-        assert error <= want.abs().max() * (2**-8 if case.dtype == "bf16" else 2**-11) + 1e-3, config
+    cpu.check(artifact, case, maps, values, tall * wide, to)

@@ -6,12 +6,8 @@ warpgroups, a ring and turns, in random order; what would hang there ends with a
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +108,7 @@ RUNS = [
 @pytest.mark.parametrize(("config", "sizes", "sms", "dtype"), RUNS, ids=["136 1x1", "168 2x1"])
 def test_binary_and_code(
     turns: Any,
+    tilelang_on_cpu: Any,
     compiled: Any,
     config: dict[str, Any],
     sizes: tuple[int, int, int],
@@ -136,75 +133,25 @@ def test_binary_and_code(
     assert ("tl::cluster_sync" if pair else "__syncthreads") in text[: text.index("warpgroup_reg_dealloc")]
     if not shutil.which("g++"):
         pytest.skip("no g++")
-    run_on_cpu(turns, artifact, config, case_of(*sizes, dtype), sms, tmp_path)
+    run_on_cpu(tilelang_on_cpu, turns, artifact, config, case_of(*sizes, dtype), sms, tmp_path)
 
 
-def cpu_map(tensor: Any, box: tuple[int, int]) -> bytes:
-    """What cuda_on_cpu takes for a matrix, without the address."""
-    rows, length = tensor.shape
-    numbers = (length, rows, 1, 1, 1, 2, length * 2, 0, 0, 0, box[1], box[0], 1, 1, 1)
-    return struct.pack("<Qi4x5q5q5i4x", 0, 2, *numbers).ljust(128, b"\0")
-
-
-def cpu_library(text: str, dtype: str, folder: Path) -> list[str]:
-    """Makes the generated kernel a shared library, cpu.so; returns the names of its parameters in order."""
-    names = re.findall(r"(\w+)(?=[,)])", re.search(r"gemm_kernel\((.*?)\) \{", text).group(1) + ")")
-    body = "\n".join(x for x in text.splitlines() if not x.startswith("#"))
-    body = re.sub(r"extern __shared__ .*\[\];", "unsigned char* const buf_dyn_shmem = tl_dynamic();", body)
-    for i, name in enumerate(re.findall(r"auto (\w+) = reinterpret_cast<Barrier\*>", body)):
-        body = body.replace(f"reinterpret_cast<Barrier*>({name}_mem)", f"tl_barriers({i})")
-    maps = ["a_desc", "b_desc", "c_desc", "c_desc_1"]
-    given = ", ".join(f"maps[{maps.index(x)}]" if x in maps else f"numbers[{i}]" for i, x in enumerate(names))
-    body = f'#define BF16 {int(dtype == "bf16")}\n#include "tilelang.h"\n#define __align__(x)\n{body}\n' + (
-        'extern "C" void run(int grid, int cluster, int threads, int smem, int seed, TensorMap* maps, '
-        "int* numbers) {\n    stores.clear();\n"
-        f"    run_grid(grid, cluster, threads, smem, seed, [=] {{ gemm_kernel({given}); }});\n"
-        "    for (const auto& [fiber, q] : stores)\n"
-        '        demand(q.groups.empty() && q.open.empty(), "a store is left");\n'
-        "}\n"
-    )
-    for file in CPU.iterdir():
-        shutil.copy(file, folder)
-    (folder / "kernel.cpp").write_text(body)
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-o", "cpu.so"]
-    done = subprocess.run(
-        ["g++", *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:3000]
-    return names
-
-
-def run_on_cpu(turns: Any, artifact: Any, config: dict[str, Any], case: Any, sms: int, folder: Path) -> None:
+def run_on_cpu(
+    cpu: Any, turns: Any, artifact: Any, config: dict[str, Any], case: Any, sms: int, to: Path
+) -> None:
     """One launch for each of two seeds, into NaNs, against a product in fp64."""
-    torch = pytest.importorskip("torch")
-    names = cpu_library((artifact.folder / "kernel.cu").read_text(), case.dtype, folder)
+    pytest.importorskip("torch")
     m, n, k = case["m"], case["n"], case["k"]
     columns, cluster = config["columns"], turns.blocks_of(config["cluster"])
-    generator = torch.Generator().manual_seed(3)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
-    a, b = (torch.randn((x, k), generator=generator).to(kind) for x in (m, n))
-    c = torch.full((m, n), float("nan"), dtype=kind)
     blocks, band = turns.arguments(case, config, sms)
-    values = {"m": m, "n": n, "k": k, "blocks": blocks, "band": band}
-    maps = [cpu_map(a, (128, 64)), cpu_map(b, (columns // cluster, 64)), cpu_map(c, (16, 64))]
-    maps.append(cpu_map(c, (16, columns % 64 or 64)))
-    for name, tensor in (("a", a), ("b", b), ("c", c)):
-        (folder / name).write_bytes(tensor.view(torch.int16).numpy().tobytes())
-    job = {
-        "library": str(folder / "cpu.so"),
-        "arrays": [str(folder / name) for name in "abc"],
-        "maps": [x.hex() for x in maps],
-        "of": [0, 1, 2, 2],
-        "shape": [blocks, cluster, artifact.meta["threads"], artifact.meta["smem"] + 2048],
-        "numbers": [values.get(x, 0) for x in names],
-        "seeds": [1, 2],
+
+    def matrix(rows: int, length: int, box: tuple[int, int]) -> bytes:
+        return cpu.tensor_map((length, rows), (2, length * 2), box[::-1])
+
+    maps = {
+        "a_desc": ("a", matrix(m, k, (128, 64))),
+        "b_desc": ("b", matrix(n, k, (columns // cluster, 64))),
+        "c_desc": ("c", matrix(m, n, (16, 64))),
+        "c_desc_1": ("c", matrix(m, n, (16, columns % 64 or 64))),
     }
-    (folder / "job.json").write_text(json.dumps(job))
-    launch = [sys.executable, str(CPU / "launch.py"), str(folder / "job.json")]
-    done = subprocess.run(launch, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
-    want = a.double() @ b.double().T
-    for seed in job["seeds"]:
-        got = torch.frombuffer(bytearray((folder / f"out.{seed}").read_bytes()), dtype=kind).view(m, n)
-        error = (got.double() - want).abs().max()
-        assert error <= want.abs().max() * (2**-8 if case.dtype == "bf16" else 2**-11) + 1e-3, config
+    cpu.check(artifact, case, maps, {"blocks": blocks, "band": band}, cluster, to)
