@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -177,9 +178,15 @@ def ptx_on_cpu() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def tilelang_on_cpu() -> ModuleType:
+def cuda_on_cpu() -> ModuleType:
+    """Compiles CUDA kernels for the CPU."""
+    return _module(ROOT / "tests" / "cuda_on_cpu" / "__init__.py")
+
+
+@pytest.fixture(scope="session")
+def tilelang_on_cpu(cuda_on_cpu: ModuleType) -> ModuleType:
     """Runs a GEMM that TileLang made."""
-    return _module(ROOT / "tests" / "cuda_on_cpu" / "generated.py")
+    return importlib.import_module(f"{cuda_on_cpu.__name__}.generated")
 
 
 class Processes:

@@ -7,9 +7,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,8 +23,6 @@ from dsl_bench.workloads.attention_prefill import WORKLOAD
 torch = pytest.importorskip("torch")
 
 (KERNEL,) = prefill.KERNELS
-CPU = Path(__file__).with_name("cuda_on_cpu")
-SOURCES = Path(prefill.__file__).parent
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -171,32 +167,17 @@ class CpuModule:
         return run
 
 
-def build(source: CudaSource, folder: Path) -> Any:
-    """The kernel with the CPU's bodies of its PTX, as a shared library."""
-    for file in (*SOURCES.glob("*.cuh"), *CPU.iterdir()):
-        shutil.copy(file, folder)
-    declared = "extern __shared__ unsigned char raw[];"
-    text = source.file.read_text()
-    assert text.count(declared) == 1
-    text = text.replace(declared, "unsigned char* const raw = dynamic_shared_memory();")
-    text += """
+#: launches the kernel
+RUN = """
 extern "C" void run(int grid, int cluster, int threads, int smem, int seed, TensorMap* q, TensorMap* k,
                     TensorMap* v, TensorMap* o, Args* args) {
     run_grid(grid, cluster, threads, smem, seed, [=] { attention_prefill(*q, *k, *v, *o, *args); });
 }
 """
-    (folder / "kernel.cpp").write_text(text)
-    defines = [f"-D{name}={value}" for name, value in source.defines.items()]
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-o", "kernel.so"]
-    done = subprocess.run(
-        ["g++", *defines, *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:2000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CpuModule]]:
+def load(cuda_on_cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CpuModule]]:
     """Builds a specialisation for the CPU once; a module of ``sms`` SMs."""
     if not shutil.which("g++"):
         pytest.skip("no g++")
@@ -208,7 +189,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cpu
         source = KERNEL.source(static, "sm_90a")
         key = tuple(sorted(static.items()))
         if key not in made:
-            made[key] = build(source, tmp_path_factory.mktemp("cpu"))
+            made[key] = ctypes.CDLL(cuda_on_cpu.written_kernel(source, RUN, tmp_path_factory.mktemp("cpu")))
         return CpuModule(made[key], source, sms)
 
     yield get

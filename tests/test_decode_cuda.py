@@ -33,7 +33,6 @@ torch = pytest.importorskip("torch")
 
 (DECODE,), (MLA,) = attention_decode.KERNELS, mla_decode.KERNELS
 KERNELS = [(DECODE, paged.WORKLOAD), (MLA, latent.WORKLOAD)]
-CPU = Path(__file__).with_name("cuda_on_cpu")
 SOURCES = Path(attention_decode.__file__).parent
 
 
@@ -188,7 +187,7 @@ def cpu_map(address: int, dtype: str, sizes: Any, strides: Any, box: Any) -> byt
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CpuModule]]:
+def load(cuda_on_cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CpuModule]]:
     """Builds a specialisation for the CPU once; a module of ``sms`` SMs."""
     if not shutil.which("g++"):
         pytest.skip("no g++")
@@ -201,38 +200,23 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Cpu
         source = kernel.source(static, "sm_90a")
         key = (source.entry, *sorted(static.items()))
         if key not in made:
-            made[key] = build(source, tmp_path_factory.mktemp("cpu"))
+            folder = tmp_path_factory.mktemp("cpu")
+            made[key] = ctypes.CDLL(cuda_on_cpu.written_kernel(source, run_of(source), folder))
         return CpuModule(made[key], source, sms, seed)
 
     yield get
     patch.undo()
 
 
-def build(source: CudaSource, folder: Path) -> Any:
-    """The kernel with the CPU's bodies of its PTX, as a shared library."""
-    for file in SOURCES.glob("*.cuh"):
-        shutil.copy(file, folder)
-    for file in CPU.iterdir():
-        shutil.copy(file, folder)
-    text = source.file.read_text()
-    declared = "extern __shared__ unsigned char raw[];"
-    assert text.count(declared) == 1
-    text = text.replace(declared, "unsigned char* const raw = dynamic_shared_memory();")
+def run_of(source: CudaSource) -> str:
+    """The function that launches the kernel."""
     names = "abc"[: 3 if source.entry == "mla_held" else 2]
     maps, taken = ("".join(part % n for n in names) for part in ("TensorMap* %s, ", "*%s, "))
-    text += f"""
+    return f"""
 extern "C" void run(int grid, int cluster, int threads, int smem, int seed, {maps}Args* args) {{
     run_grid(grid, cluster, threads, smem, seed, [=] {{ {source.entry}({taken}*args); }});
 }}
 """
-    (folder / "kernel.cpp").write_text(text)
-    defines = [f"-D{name}={value}" for name, value in source.defines.items()]
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-o", "kernel.so"]
-    done = subprocess.run(
-        ["g++", *defines, *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:2000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 def tensors(workload: Any, case: Case, kind: str, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -340,7 +324,7 @@ def test_kernel_on_the_cpu(
 
 
 @pytest.mark.slow
-def test_a_missing_arrival_ends_as_a_deadlock(tmp_path: Path) -> None:
+def test_a_missing_arrival_ends_as_a_deadlock(cuda_on_cpu: Any, tmp_path: Path) -> None:
     if not shutil.which("g++"):
         pytest.skip("no g++")
     text = """
@@ -355,8 +339,7 @@ int main() {
     });
 }
 """
-    for file in CPU.iterdir():
-        shutil.copy(file, tmp_path)
+    cuda_on_cpu.gather(tmp_path)
     (tmp_path / "main.cpp").write_text(text)
     subprocess.run(["g++", "-std=c++17", "-o", "main", "main.cpp"], cwd=tmp_path, check=True)
     done = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, check=False)

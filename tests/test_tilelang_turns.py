@@ -19,7 +19,6 @@ from dsl_bench.workloads.gemm import WORKLOAD
 
 READY = BACKEND.probe("compile")
 pytestmark = pytest.mark.skipif(not READY.ready, reason=READY.reason or "ready")
-CPU = Path(__file__).with_name("cuda_on_cpu")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from cuda_on_cpu import HERE, gather, shared_library
 
 
 def tensor_map(sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
@@ -23,7 +22,7 @@ def tensor_map(sizes: Sequence[int], strides: Sequence[int], box: Sequence[int])
 
 
 def library(text: str, dtype: str, maps: Sequence[str], folder: Path) -> list[str]:
-    """Makes the generated kernel a shared library, cpu.so; returns the names of its parameters in order."""
+    """Compiles the generated kernel; returns the names of its parameters, in order."""
     names = re.findall(r"(\w+)(?=[,)])", re.search(r"gemm_kernel\((.*?)\) \{", text).group(1) + ")")
     body = "\n".join(x for x in text.splitlines() if not x.startswith("#"))
     body = re.sub(r"extern __shared__ .*\[\];", "unsigned char* const buf_dyn_shmem = tl_dynamic();", body)
@@ -38,15 +37,8 @@ def library(text: str, dtype: str, maps: Sequence[str], folder: Path) -> list[st
         '        demand(q.groups.empty() && q.open.empty(), "a store is left");\n'
         "}\n"
     )
-    for file in HERE.iterdir():
-        if file.is_file():
-            shutil.copy(file, folder)
-    (folder / "kernel.cpp").write_text(body)
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-fno-strict-aliasing", "-w", "-o", "cpu.so"]
-    done = subprocess.run(
-        ["g++", *flags, "kernel.cpp"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[:3000]
+    gather(folder)
+    shared_library(body, folder)
     return names
 
 
@@ -72,7 +64,7 @@ def check(
         (folder / name).write_bytes(tensor.view(torch.int16).numpy().tobytes())
     known = {"m": m, "n": n, "k": k, **values}
     job = {
-        "library": str(folder / "cpu.so"),
+        "library": str(folder / "kernel.so"),
         "arrays": [str(folder / name) for name in "abc"],
         "maps": [text.hex() for _, text in maps.values()],
         "of": ["abc".index(name) for name, _ in maps.values()],
