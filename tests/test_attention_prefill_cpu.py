@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -131,15 +130,6 @@ def test_the_softmax_is_as_exact_as_a_sound_algorithm(kind: str) -> None:
 # ---- the kernel itself ------------------------------------------------------------------------------------
 
 
-def cpu_map(
-    address: int, dtype: str, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: int
-) -> bytes:
-    """What cuda_on_cpu takes for a tensor map of rows."""
-    sizes, strides, boxes = (shape[1], shape[0], 1, 1, 1), (2, pitch, 0, 0, 0), (box[1], box[0], 1, 1, 1)
-    assert swizzle == 128
-    return struct.pack("<Qi4x5q5q5i4x", address, 2, *sizes, *strides, *boxes).ljust(128, b"\0")
-
-
 class CpuModule:
     """Stands for CudaModule: ``launcher`` runs the kernel's shared library, a block after the other."""
 
@@ -181,8 +171,13 @@ def load(cuda_on_cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """Builds a specialisation for the CPU once; a module of ``sms`` SMs."""
     if not shutil.which("g++"):
         pytest.skip("no g++")
+
+    def rows_map(address: int, dtype: str, shape: Any, pitch: int, box: Any, swizzle: int) -> bytes:
+        assert swizzle == 128
+        return cuda_on_cpu.tensor_map(shape[::-1], (2, pitch), box[::-1], address)
+
     patch = pytest.MonkeyPatch()
-    patch.setattr(_tma, "tensor_map", cpu_map)
+    patch.setattr(_tma, "tensor_map", rows_map)
     made: dict[Any, Any] = {}
 
     def get(static: Mapping[str, Any], sms: int) -> CpuModule:

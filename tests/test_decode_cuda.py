@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import random
 import shutil
-import struct
 import subprocess
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -179,21 +178,18 @@ class CpuModule:
         return run
 
 
-def cpu_map(address: int, dtype: str, sizes: Any, strides: Any, box: Any) -> bytes:
-    """What cuda_on_cpu takes for a tensor map."""
-    blank = 5 - len(sizes)
-    numbers = (*sizes, *(1,) * blank, 2, *strides, *(0,) * blank, *box, *(1,) * blank)
-    return struct.pack("<Qi4x5q5q5i4x", address, len(sizes), *numbers).ljust(128, b"\0")
-
-
 @pytest.fixture(scope="module")
 def load(cuda_on_cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CpuModule]]:
     """Builds a specialisation for the CPU once; a module of ``sms`` SMs."""
     if not shutil.which("g++"):
         pytest.skip("no g++")
+
+    def tiled_map(address: int, dtype: str, sizes: Any, strides: Any, box: Any, fetch: int) -> bytes:
+        return cuda_on_cpu.tensor_map(sizes, (2, *strides), box, address)
+
     patch = pytest.MonkeyPatch()
     for module in (mla_decode, attention_decode):
-        patch.setattr(module, "tiled_map", lambda *args: cpu_map(*args[:-1]))
+        patch.setattr(module, "tiled_map", tiled_map)
     made: dict[Any, Any] = {}
 
     def get(kernel: Kernel, static: Mapping[str, Any], sms: int, seed: int) -> CpuModule:

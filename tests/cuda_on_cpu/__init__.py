@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 #: how a kernel declares its shared memory, and what stands for that here
 SHARED = ("extern __shared__ unsigned char raw[];", "unsigned char* const raw = dynamic_shared_memory();")
+
+
+def tensor_map(sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], address: int = 0) -> bytes:
+    """What the headers take for a tensor map (machine.h): innermost first, strides in bytes."""
+    fives = [(*given, *[rest] * (5 - len(given))) for given, rest in ((sizes, 1), (strides, 0), (box, 1))]
+    packed = struct.pack("<Qi4x5q5q5i4x", address, len(sizes), *fives[0], *fives[1], *fives[2])
+    return packed.ljust(128, b"\0")
 
 
 def gather(folder: Path, first: Iterable[Path] = ()) -> None:

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cuda_on_cpu import HERE, gather, shared_library
+from cuda_on_cpu import HERE, gather, shared_library, tensor_map
+
+__all__ = ["check", "tensor_map"]
 
 
-def tensor_map(sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """What the headers take for a tensor map, without the address: innermost first, strides in bytes."""
-    fives = [(*given, *[rest] * (5 - len(given))) for given, rest in ((sizes, 1), (strides, 0), (box, 1))]
-    return struct.pack("<Qi4x5q5q5i4x", 0, len(sizes), *fives[0], *fives[1], *fives[2]).ljust(128, b"\0")
-
-
-def library(text: str, dtype: str, maps: Sequence[str], folder: Path) -> list[str]:
-    """Compiles the generated kernel; returns the names of its parameters, in order."""
+def library(text: str, dtype: str, maps: Sequence[str], folder: Path) -> tuple[Path, list[str]]:
+    """Compiles the generated kernel; returns the library and the names of its parameters, in order."""
     names = re.findall(r"(\w+)(?=[,)])", re.search(r"gemm_kernel\((.*?)\) \{", text).group(1) + ")")
     body = "\n".join(x for x in text.splitlines() if not x.startswith("#"))
     body = re.sub(r"extern __shared__ .*\[\];", "unsigned char* const buf_dyn_shmem = tl_dynamic();", body)
@@ -38,8 +33,7 @@ def library(text: str, dtype: str, maps: Sequence[str], folder: Path) -> list[st
         "}\n"
     )
     gather(folder)
-    shared_library(body, folder)
-    return names
+    return shared_library(body, folder), names
 
 
 def check(
@@ -54,7 +48,7 @@ def check(
     and the map. ``values``: the kernel's integers by name, ``blocks`` among them."""
     import torch
 
-    names = library((artifact.folder / "kernel.cu").read_text(), case.dtype, list(maps), folder)
+    made, names = library((artifact.folder / "kernel.cu").read_text(), case.dtype, list(maps), folder)
     m, n, k = case["m"], case["n"], case["k"]
     generator = torch.Generator().manual_seed(3)
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
@@ -64,7 +58,7 @@ def check(
         (folder / name).write_bytes(tensor.view(torch.int16).numpy().tobytes())
     known = {"m": m, "n": n, "k": k, **values}
     job = {
-        "library": str(folder / "kernel.so"),
+        "library": str(made),
         "arrays": [str(folder / name) for name in "abc"],
         "maps": [text.hex() for _, text in maps.values()],
         "of": ["abc".index(name) for name, _ in maps.values()],
