@@ -38,7 +38,7 @@ SPACE = {
     # chunks of staged C that the ring leaves a warpgroup room for, at least; it is as deep as that allows
     "buffers": (1, 2),
     # rows of tiles that are walked together
-    "group": (16, 8, 32, 12),
+    "group": (16, 8, 32),
 }
 #: columns' worth of work that a turn costs
 TURN = 4
